@@ -19,7 +19,7 @@ def chosen_policy(
     parts: Mapping[str, str | None],
     arguments: Mapping[str, Any],
 ) -> tuple[CachePolicy, dict[str, Any]]:
-    """Build the policy that model arguments name, and return the arguments it did not use.
+    """Build the policy that the harness's model arguments name; return the other arguments too.
 
     Args:
         policy: A policy, a registered name, or None: a composition where a part is named, else
@@ -59,7 +59,7 @@ def chosen_policy(
 
 
 def _taken(policy: CachePolicy | str | None, parts: Mapping[str, PartOption]) -> dict[str, Any]:
-    """Return the parameters that a policy or a composition takes, with their default values."""
+    """Return the parameters, with defaults, that a policy or a composition of parts takes."""
     if parts:
         factories = [factory_of(parts[k].name if k in parts else PARTS[k], k) for k in PARTS]
         return {name: each for part in factories for name, each in parameters_of(part).items()}
@@ -74,7 +74,7 @@ def _all_parameters() -> set[str]:
 
 
 def check_model_arguments(arguments: Mapping[str, Any], *, loaded: bool) -> None:
-    """Check the arguments left for `HFLM`, which ignores arguments it does not know.
+    """Check the arguments left for `HFLM`, which would silently ignore unknown ones.
 
     Args:
         arguments: The arguments.

@@ -14,7 +14,7 @@ from kvpolicy.integrations.transformers import PolicyCache
 
 @attrs.frozen
 class RequestCosts:
-    """A record that says how many tokens, bytes and seconds one request took.
+    """The measured costs of one request: its tokens read and kept, bytes and seconds.
 
     Args:
         prompt_tokens: Tokens of the prompt, after truncation, padding not counted.
@@ -35,7 +35,7 @@ class RequestCosts:
 
 @attrs.frozen
 class RowsHeld:
-    """A record that says how many tokens and bytes each row of a cache holds.
+    """The numbers of tokens and bytes that a cache holds, row by row.
 
     Args:
         tokens: Tokens seen, by row.
@@ -49,7 +49,7 @@ class RowsHeld:
 
     @staticmethod
     def of(cache: PolicyCache) -> RowsHeld:
-        """Count what the rows of a cache hold now."""
+        """Count the tokens and bytes that each row of a cache holds now."""
         pairs = [
             (layer.positions >= 0, report.held_bytes - report.padding_bytes)
             for layer, report in zip(cache.layers, cache.report().layers, strict=True)
@@ -70,7 +70,7 @@ class RowsHeld:
 
 
 class PrefillClock(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that records the time and the cache's contents at the first logits.
+    """A logits processor that measures prefill time and cache contents when first called.
 
     Args:
         cache: The cache that is about to read the prompts.
@@ -83,14 +83,14 @@ class PrefillClock(LogitsProcessor):  # type: ignore[misc]
         self.held: RowsHeld | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores unchanged; record time and contents at the first call."""
+        """Return the scores unchanged; record time and cache contents at the first call."""
         if self.held is None:
             self.seconds = now() - self.begin
             self.held = RowsHeld.of(self.cache)
         return scores
 
     def costs(self, rows: int) -> list[RequestCosts]:
-        """Return the costs of the prompts, after `generate` has ended.
+        """Return the costs of each prompt, once `generate` has ended.
 
         Args:
             rows: Number of prompts. The cache has one row a prompt or, in beam search, one row a
@@ -105,7 +105,7 @@ class PrefillClock(LogitsProcessor):  # type: ignore[misc]
 
 
 def costs_of(held: RowsHeld, prefill_seconds: float, total_seconds: float) -> list[RequestCosts]:
-    """Return the costs of a batch's rows, each with an equal share of the batch's time."""
+    """Return the costs of each row of a batch, with an equal share of the batch's time."""
     rows = len(held.tokens)
     return [
         RequestCosts(tokens, kept, nbytes, prefill_seconds / rows, total_seconds / rows)
@@ -114,7 +114,7 @@ def costs_of(held: RowsHeld, prefill_seconds: float, total_seconds: float) -> li
 
 
 def now() -> float:
-    """Return the time in seconds, after waiting until the GPU has finished its work."""
+    """Return the current time in seconds, once the GPU has finished its queued work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -30,7 +30,7 @@ QUESTIONS = ("with", "later")
 
 @register_model("kvpolicy")
 class PolicyLM(HFLM):  # type: ignore[misc]
-    """A model of the harness that reads every prompt under a policy.
+    """A language model for lm-evaluation-harness that reads every prompt under a policy.
 
     Every batch gets a new cache.
 
@@ -87,7 +87,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         self._batch_costs: list[RequestCosts] = []
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return `HFLM`'s description of the model, with the policy and ``question`` added."""
+        """Return `HFLM`'s description of the model, with the policy and the question mode added."""
         return {
             **super().get_model_info(),
             "policy": str(self.policy),
@@ -95,7 +95,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         }
 
     def _take_share(self) -> None:
-        """Give this process its share of the requests where several processes run.
+        """Set which share of the requests this process runs, where `HFLM` does not.
 
         `HFLM` shares the requests only between GPUs; several processes on CPUs would all do the
         same work.
@@ -106,7 +106,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
             self._world_size = accelerator.num_processes
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate answers as `HFLM` does, from prompts that are read under the policy."""
+        """Generate answers as `HFLM` does, with prompts read under the policy."""
         answers: list[str] = [""] * len(requests)
         costs: list[Any] = [None] * len(requests)
         progress = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0)
@@ -121,7 +121,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         return answers
 
     def _batches(self, requests: Sequence[Instance]) -> list[list[int]]:
-        """Return the indices of the requests of each batch, in the order of `HFLM`.
+        """Group requests into batches, as lists of indices in the order that `HFLM` uses.
 
         Each batch is exactly one chunk of `HFLM`, so that its row ``i`` is the batch's request
         ``i``.
@@ -165,7 +165,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
     def _read_documents(
         self, cache: PolicyCache, context: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Read the documents of the current batch, and return its prompts with their new padding.
+        """Read the batch's documents into the cache; return its prompts with new padding.
 
         A returned row is the padded document followed by the padded question.
 
@@ -194,7 +194,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         return torch.cat([read_ids, asked_ids], 1), torch.cat([read_mask, asked_mask], 1)
 
     def _question_len(self, request: Instance) -> int:
-        """Count the tokens of a request's prompt that follow its document."""
+        """Count the tokens of a request's prompt that come after its document."""
         prompt = request.args[0]
         end = document_end(request.task_name, request.doc, prompt)
         whole, document = (
@@ -204,7 +204,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         return max(len(whole) - common_prefix_len(whole, document), 1)
 
     def _precision(self) -> AbstractContextManager[Any]:
-        """Return the autocast context in which `HFLM` calls the model."""
+        """Return the autocast context in which `HFLM` runs the model."""
         return torch.autocast(
             device_type=self.device.type,
             dtype=self.mixed_precision_dtype,
@@ -214,7 +214,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Score continuations from caches that have read their contexts under the policy."""
+        """Score continuations by log-likelihood, with contexts read under the policy."""
         self._batch = requests
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return found
@@ -222,7 +222,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Score whole texts as `HFLM` does; the policy must keep every token.
+        """Score whole texts as `HFLM` does, if the policy keeps every token.
 
         Raises:
             ValueError: The policy evicts or drops tokens. Every token of a text is scored while the
@@ -279,7 +279,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
     def _plain(
         self, requests: list[Any], disable_tqdm: bool, override_bs: int | None
     ) -> list[tuple[float, bool]]:
-        """Score requests as `HFLM` does, in one forward and without a policy."""
+        """Score requests as `HFLM` does, in one forward without a policy."""
         found: list[tuple[float, bool]] = super()._loglikelihood_tokens(
             requests, disable_tqdm=disable_tqdm, override_bs=override_bs
         )
@@ -296,7 +296,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
 
 
 def common_prefix_len(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Count the ids at the start of two sequences that are equal.
+    """Count how many ids two sequences have in common at their start.
 
     Example:
         >>> common_prefix_len([1, 2, 3, 4], [1, 2, 5])

@@ -19,7 +19,7 @@ from kvpolicy.policy import CachePolicy
 
 @attrs.frozen
 class Continuation:
-    """A continuation to score, with the context before it.
+    """A continuation to score by log-likelihood, with the context that precedes it.
 
     Args:
         document: Ids that the policy acts on.
@@ -37,7 +37,7 @@ class Continuation:
     def of(
         context: Sequence[int], scored: Sequence[int], document_len: int | None, max_length: int
     ) -> Continuation:
-        """Split a context into the part that the policy acts on and the part that is appended.
+        """Split a context into the document, on which the policy acts, and the rest.
 
         The last token of a context is never given to the policy: on the prompt that a policy acts
         on, logits are those of the full context.
@@ -77,7 +77,7 @@ class Continuation:
 
 @attrs.frozen
 class Score:
-    """The result for one continuation: log-likelihood, greedy match and costs.
+    """The result for one continuation: its log-likelihood, greedy match and costs.
 
     Args:
         log_likelihood: The sum of its tokens' log-probabilities.
@@ -92,7 +92,7 @@ class Score:
 
 @attrs.frozen
 class CacheScorer:
-    """A scorer of continuations that reads their contexts with a model under a policy.
+    """A scorer of continuations whose contexts a model reads under a policy.
 
     Args:
         model: The model.
@@ -109,7 +109,7 @@ class CacheScorer:
     softmax_dtype: torch.dtype | None = None
 
     def score(self, requests: Mapping[int, Continuation]) -> Iterator[dict[int, Score]]:
-        """Score continuations with non-empty documents, one batch of documents at a time.
+        """Score continuations after reading the documents before them, batch by batch.
 
         A document is read once, however many continuations it has.
 
@@ -135,7 +135,7 @@ class CacheScorer:
         asked: list[tuple[int, int]],
         requests: Mapping[int, Continuation],
     ) -> dict[int, Score]:
-        """Read documents, then score ``(row, index)`` pairs from copies of the cache."""
+        """Read documents under the policy; score their continuations from copies of the cache."""
         begin = now()
         cache = PolicyCache(self.policy)
         ids, mask = left_padded(documents, self.pad, self._device)
@@ -159,7 +159,7 @@ class CacheScorer:
         asked: Sequence[tuple[int, int]],
         requests: Mapping[int, Continuation],
     ) -> Iterator[list[tuple[int, int]]]:
-        """Yield lists of pairs that are scored together, the longest first."""
+        """Yield the (row, index) pairs to score together in one forward, longest first."""
 
         def length(pair: tuple[int, int]) -> int:
             return -len(requests[pair[1]].rest)
@@ -203,7 +203,7 @@ class CacheScorer:
 def _costs(
     held: RowsHeld, row: int, request: Continuation, prefill: float, total: float
 ) -> RequestCosts:
-    """Return a continuation's costs, context tokens after its document included.
+    """Return the costs of a continuation, with the context tokens after its document counted.
 
     Those tokens are all kept; each is taken to need as many bytes as a kept token of the document.
     """

@@ -12,7 +12,7 @@ _splitters: dict[str, Splitter] = {}
 
 
 def register_splitter(pattern: str, splitter: Splitter) -> None:
-    """Register a function that finds the end of the document in a task's prompts.
+    """Register a function that finds where the document ends in a task's prompts.
 
     Args:
         pattern: A task's name, or a pattern such as ``"longbench_*"``. A pattern registered later
@@ -29,7 +29,7 @@ def register_splitter(pattern: str, splitter: Splitter) -> None:
 
 
 def document_end(task: str | None, doc: Mapping[str, Any], prompt: str) -> int:
-    """Return how many characters of a prompt are its document.
+    """Return at which character of a prompt its document ends.
 
     Args:
         task: The task's name.
@@ -65,7 +65,7 @@ def document_end(task: str | None, doc: Mapping[str, Any], prompt: str) -> int:
 
 
 def after_field(name: str) -> Splitter:
-    """Return a splitter that cuts after the last occurrence of a document field in the prompt."""
+    """Return a splitter that ends the document after its field ``name`` in the prompt."""
 
     def split(doc: Mapping[str, Any], prompt: str) -> int:
         text = str(doc[name]).strip()  # a chat template may strip the ends of a message
@@ -75,7 +75,7 @@ def after_field(name: str) -> Splitter:
 
 
 def before_last_line(name: str) -> Splitter:
-    """Return a splitter that cuts before the last line of a document field."""
+    """Return a splitter that ends the document before the last line of its field ``name``."""
 
     def split(doc: Mapping[str, Any], prompt: str) -> int:
         text = str(doc[name]).strip()

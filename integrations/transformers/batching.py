@@ -25,7 +25,7 @@ _lock = threading.Lock()
 
 
 def wrap_continuous_batching() -> None:
-    """Wrap the entry points of continuous batching, once, so that they refuse a policy cache.
+    """Make Transformers' continuous batching refuse a policy cache.
 
     Calls without a policy cache, on a model that has none attached, pass straight through.
     """

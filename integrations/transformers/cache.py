@@ -119,7 +119,7 @@ class PolicyCache(DispatchedCache):
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[PolicyCache]:
-        """Attach the cache to a model, so that the policy acts on its forwards inside the block.
+        """Attach the cache to a model for a `with` block, so that the policy acts on its forwards.
 
         After the block the model is as it was.
 
@@ -168,7 +168,7 @@ class PolicyCache(DispatchedCache):
             self._reader.abandon_forward()
 
     def check_thread(self) -> None:
-        """Check that no other thread has attached the cache.
+        """Check that the cache is not attached in another thread.
 
         Raises:
             CacheInUseError: Another thread has attached the cache.
@@ -182,7 +182,7 @@ class PolicyCache(DispatchedCache):
         return self._reader.attachment is not None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the contents of the cache to a file, to continue from it later or elsewhere.
+        """Save the cache to a file, from which `load` continues later or elsewhere.
 
         Args:
             path: The file, or a link to it, in the safetensors format. It gets the keys, values and
@@ -259,7 +259,7 @@ class PolicyCache(DispatchedCache):
         return cache
 
     def report(self) -> CacheReport:
-        """Report the tokens and bytes held, and the bytes of a full cache; prints as a table."""
+        """Report how many tokens and bytes the cache holds, next to those of a full cache."""
         self._reader.fixed.read_queries()
         return CacheReport.of(self.layers, sum(self.seen_lengths), self.get_seq_length())
 
@@ -270,12 +270,12 @@ class PolicyCache(DispatchedCache):
 
     @property
     def storage(self) -> Storage:
-        """The setting that says how keys and values are held."""
+        """The storage that says in which form keys and values are held."""
         return self._reader.storage
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The number of answer tokens with reserved memory; None if memory grows."""
+        """The number of answer tokens with reserved memory; None if memory grows as needed."""
         return self._reader.max_new_tokens
 
     @max_new_tokens.setter
@@ -288,11 +288,11 @@ class PolicyCache(DispatchedCache):
 
     @property
     def propagated(self) -> dict[int, Tensor]:
-        """The positions that each dropping layer passed on in the last prompt; see the class."""
+        """The positions that each layer that drops tokens passed on in the last prompt."""
         return dict(self._reader.now.propagated)
 
     def start_turn(self, prompt_len: int | None = None) -> None:
-        """Begin a new turn in a hand-written loop: the policy acts on the next forward.
+        """Begin a turn in a hand-written loop, so that the policy acts on the next forward.
 
         Args:
             prompt_len: Columns of the turn's prompt, if it is read in several forwards (chunked
@@ -307,7 +307,7 @@ class PolicyCache(DispatchedCache):
 
     @contextmanager
     def appending(self) -> Iterator[PolicyCache]:
-        """Let `generate` append the prompts it is given; the policy does not act on them.
+        """Let `generate` append its prompts without the policy, for the length of a `with` block.
 
         Use it to ask a question after the policy has chosen what to keep of a document: the
         question is then held whole. The first prompt of an empty cache is still read under the
@@ -321,23 +321,23 @@ class PolicyCache(DispatchedCache):
 
     @property
     def reader(self) -> ForwardDispatcher:
-        """The object that handles the model's forwards; for `generate`, not for users."""
+        """The object that handles a model's forwards for the cache; not for users."""
         return self._reader
 
     @property
     def seen_lengths(self) -> tuple[int, ...]:
-        """The number of tokens seen in each row, without padding."""
+        """The number of tokens that the cache has read in each row, without padding."""
         return () if self._reader.tokens is None else tuple(self._reader.tokens.lengths.tolist())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy: everything except the attachment to a model."""
+        """Return the state of the cache for a copy, without the attachment to a model."""
         state = {**self.__dict__, "_reader": copy.copy(self._reader)}
         for own in ("layers", "_thread"):  # `__setstate__` sets both
             del state[own]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, which belongs to the thread that makes it."""
+        """Restore the state of a copied cache, which belongs to the current thread."""
         self.__dict__.update(state)
         self.layers = self._reader.layers
         self._thread = threading.current_thread()
@@ -345,7 +345,7 @@ class PolicyCache(DispatchedCache):
     # Changes that Transformers asks for between two forwards.
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens appended since the policy last acted.
+        """Remove the last appended tokens from the cache, such as rejected draft tokens.
 
         If the policy evicts while it decodes, only tokens appended since the last choice in any row
         can be removed: evicted tokens cannot come back. The queries of removed tokens are
@@ -389,20 +389,20 @@ class PolicyCache(DispatchedCache):
             self._reader.take_tokens(self._reader.tokens.without_last(count))
 
     def reset(self) -> None:
-        """Forget everything; the next forward reads a first prompt."""
+        """Forget all that was read, so that the next forward reads a first prompt."""
         self._reader.reset()
         self._loaded_for = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Continue with the rows ``beam_idx`` ``[batch]``, as beam search chooses them."""
+        """Make the rows ``beam_idx`` ``[batch]`` the new batch, as beam search asks."""
         self._take_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Continue with the rows ``indices`` ``[count]`` of the batch."""
+        """Make the rows ``indices`` ``[count]`` the new batch."""
         self._take_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times, copies of a row next to each other."""
+        """Repeat every row of the batch ``repeats`` times, copies next to each other."""
         check_count("repeats", repeats, minimum=1)
         if self._reader.tokens is not None:
             rows = torch.arange(

@@ -17,7 +17,7 @@ from kvpolicy.policy import CachePolicy
 
 @attrs.frozen(eq=False)
 class ModelCheck:
-    """A report of how a model was taken apart, with the result of the self-check.
+    """A report of which policies a model can be used with, and of the layers it has.
 
     Args:
         name: The model's class.
@@ -37,28 +37,28 @@ class ModelCheck:
 
     @property
     def kind_counts(self) -> dict[str, int]:
-        """The number of layers of each kind, in the order in which kinds appear."""
+        """The number of layers of each kind in the model."""
         return dict(Counter(self.kinds))
 
     @property
     def findings(self) -> dict[str, Finding]:
-        """The findings of the self-check, for policies that evict and for dropping policies."""
+        """The self-check's findings for policies that evict and for policies that drop tokens."""
         if self.verdict is None:
             return {}
         return {"evicting": self.verdict.evicting, "dropping": self.verdict.dropping}
 
     @property
     def pads(self) -> bool:
-        """True if rows may be padded on the left."""
+        """True if the model reads rows padded on the left like rows without padding."""
         return self.verdict is None or self.verdict.quirks.pads
 
     @property
     def shows_queries(self) -> bool:
-        """True if the queries of attention can be seen, which many policies need."""
+        """True if the model lets a policy see the queries of all its layers."""
         return self.parts is None or self.parts.shows_queries
 
     def refusal_of(self, policy: CachePolicy, context_len: int) -> str | None:
-        """Return why a policy cannot be applied, or None if it can.
+        """Return why a policy cannot be used with the model; None if it can.
 
         Args:
             policy: The policy.
@@ -84,7 +84,7 @@ class ModelCheck:
 
 
 def check_model(model: nn.Module) -> ModelCheck:
-    """Take a model apart and run the self-check on it, even if its family is known to work.
+    """Check which policies a model can be used with, by running the self-check on it.
 
     Without this call, a policy is checked when it is first used with a model; see `PolicyCache`.
 

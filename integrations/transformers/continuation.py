@@ -14,7 +14,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.frozen(eq=False)
 class Given:
-    """The ids, embeddings and mask that a call of `generate` gets.
+    """The ids, embeddings and attention mask that a call of `generate` is given.
 
     Args:
         ids: ``[rows, len]`` token ids; None if the call has none.
@@ -29,7 +29,7 @@ class Given:
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Find the inputs among a call's arguments.
+        """Find the ids, embeddings and mask among the arguments of a `generate` call.
 
         Raises:
             TypeError: An input is not a tensor.
@@ -49,12 +49,12 @@ class Given:
 
     @property
     def ids_len(self) -> int:
-        """The number of columns of ids, which are also the first columns of the output."""
+        """The number of columns of the given ids, with which the output of `generate` begins."""
         return 0 if self.ids is None else self.ids.shape[1]
 
     @property
     def context_len(self) -> int | None:
-        """The number of columns of the whole context; None if it is unknown.
+        """The number of columns of the whole conversation; None if it is unknown.
 
         The ids may be the new ones only, under a mask over the whole conversation.
         """
@@ -66,11 +66,11 @@ class Given:
 
     @property
     def _flat_mask(self) -> Tensor | None:
-        """The mask ``[rows, columns]``; None if the call has no mask of two axes."""
+        """The given padding mask ``[rows, columns]``; None if the call has no such mask."""
         return self.mask if isinstance(self.mask, Tensor) and self.mask.ndim == 2 else None
 
     def check_continues(self, seen: SeenTokens | None) -> None:
-        """Check that the inputs go beyond the tokens that a cache has seen.
+        """Check that the inputs contain new tokens after those that the cache has read.
 
         Raises:
             ValueError: They do not, or they are the new embeddings only.
@@ -90,7 +90,7 @@ class Given:
             )
 
     def check_same(self, seen: SeenTokens | None) -> None:
-        """Check that a whole conversation begins with the ids seen, as far as these are known.
+        """Check that a whole conversation begins with the ids that the cache has read.
 
         Raises:
             ValueError: It begins with other ids, or the mask changes tokens that were read; see
@@ -120,7 +120,7 @@ class Given:
 
 
 def _check_tensors(given: dict[str, Any]) -> None:
-    """Check the type and the shape of named inputs; None means that an input is not given."""
+    """Check the type and shape of each named input; None stands for one not given."""
     rows = None
     for name, value in given.items():
         if value is None or (name == "attention_mask" and isinstance(value, dict)):

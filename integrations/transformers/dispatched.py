@@ -18,7 +18,7 @@ from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
 
 
 class DispatchedCache(Cache):  # type: ignore[misc]
-    """A Transformers cache whose contents change by the forwards that its dispatcher handles.
+    """A Transformers cache whose methods hand their work to a dispatcher of forwards.
 
     Models and `generate` call its methods. `PolicyCache` adds what users call.
 
@@ -32,7 +32,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         self.layers: list[PolicyLayer] = reader.layers
 
     def _run(self) -> PassRun:
-        """Return the current run of the decoder.
+        """Return the run of the decoder that is in progress.
 
         Raises:
             NotAttachedError: There is none, since the cache is not attached to the model that
@@ -89,7 +89,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         return bool(super().has_previous_state(layer_idx, state_idx))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the state of a layer's convolution, or None before any token is read.
+        """Return the state of a layer's convolution; None before any token is read.
 
         The model may write into it.
 
@@ -101,7 +101,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         return state
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the recurrent state of a layer, or None before any token is read.
+        """Return the recurrent state of a layer; None before any token is read.
 
         The model may write into it.
 
@@ -115,7 +115,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        """Add the new inputs of a layer's convolution; return the earlier inputs and the new ones.
+        """Add new inputs to the state of a layer's convolution; return earlier and new inputs.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
@@ -139,7 +139,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         return state
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """Return the recurrent state of a layer, or None before any token is read.
+        """Return the recurrent state of a layer; None before any token is read.
 
         Some models define caches of their own with this method and `set_linear_cache`, and replace
         the state whole.
@@ -163,7 +163,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
 
     @property
     def static(self) -> StaticDecoding | RollingDecoding | None:
-        """The current decoding into fixed buffers, or None; compiled hooks use it."""
+        """The fixed buffers into which an answer is being decoded; None if there are none."""
         return self._reader.fixed.buffers
 
     @property
@@ -172,7 +172,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         return self._reader.fixed.is_compileable
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of columns seen, padding included.
+        """Return how many input columns the cache has read, padding included.
 
         The number of slots stored is ``layers[i].kept_len``. For a layer that attends to images it
         is 0 until there is an image: Transformers 5.17 then leaves the layer out.
@@ -182,7 +182,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         return 0 if without_image else self._reader.seen
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the key length and the key offset of the next mask.
+        """Return the number of keys and the column offset for the next attention mask.
 
         The offset is the number of columns seen but not stored. An attention module that computes
         distances between queries and keys gets all columns seen instead.
@@ -197,7 +197,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         return sizes
 
     def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:
-        """Return the number of columns seen, which is the column of the next query.
+        """Return the input column of the next query: the number of columns read so far.
 
         An attention module that computes distances gets the offset of its own queries instead.
         """
@@ -207,9 +207,9 @@ class DispatchedCache(Cache):  # type: ignore[misc]
 
     @property
     def batch_size(self) -> int:
-        """The number of rows; -1 before the first forward."""
+        """The number of rows in the batch; -1 before the first forward."""
         return -1 if self._reader.tokens is None else self._reader.tokens.batch
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1: a policy cache has no maximum length."""
+        """Return -1, since a policy cache has no maximum length."""
         return -1

@@ -91,7 +91,7 @@ class ReadDocument:
     def answer(
         self, questions: Sequence[str], *, batch_size: int | None = None, **generation: Any
     ) -> list[str]:
-        """Answer questions independently of each other.
+        """Answer questions about the document, independently of each other.
 
         Args:
             questions: Texts; each one follows the document unchanged.
@@ -165,7 +165,7 @@ class ReadDocument:
         return text
 
     def _after(self, question: str) -> str:
-        """Return the text of the chat template that follows the document."""
+        """Return the text that the chat template puts after the document, question included."""
         text, document = self._templated(question), self._document.strip()
         before, found, after = text.partition(document)
         if not found or not (before + found).startswith(getattr(self, "_text", before + found)):
@@ -177,7 +177,7 @@ class ReadDocument:
 
 
 def prompt_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
-    """Return the ids of a text that will be continued, without special tokens at its end.
+    """Return the token ids of a text that will be continued, without an end token.
 
     Args:
         tokenizer: The tokenizer.
@@ -196,7 +196,7 @@ def prompt_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
 
 
 def beams_of(model: Any, generation: Mapping[str, Any]) -> int:
-    """Return how many rows `generate` makes of one row: the number of beams.
+    """Return how many rows `generate` makes of each prompt: the number of beams.
 
     A cache that has been filled must have as many rows for each prompt.
 
@@ -216,7 +216,7 @@ def beams_of(model: Any, generation: Mapping[str, Any]) -> int:
 
 
 def read(model: Any, cache: PolicyCache, input_ids: Tensor, attention_mask: Tensor) -> None:
-    """Read whole prompts, or their first parts, into a cache under its policy.
+    """Read prompts, or the documents they begin with, into a cache under its policy.
 
     Args:
         model: A decoder-only model of Transformers.
@@ -236,7 +236,7 @@ def _parameters(model: Any) -> Any:
 def left_padded(
     rows: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Make one batch of rows of token ids, padded on the left.
+    """Make a batch of token ids and its mask from rows, padded on the left.
 
     Args:
         rows: The ids, each row at least one.

@@ -17,7 +17,7 @@ from kvpolicy.integrations.transformers.state.storage import PlainStorage
 
 
 def fit(reader: ForwardDispatcher, parts: ModelParts, loaded_for: ModelFingerprint | None) -> None:
-    """Make the layers of an empty cache, or check that the layers of a filled one fit a model.
+    """Make an empty cache's layers for a model, or check that a filled cache fits it.
 
     Args:
         reader: The dispatcher of the cache.
@@ -48,7 +48,7 @@ def fit(reader: ForwardDispatcher, parts: ModelParts, loaded_for: ModelFingerpri
 
 
 def check_room(reader: ForwardDispatcher, parts: ModelParts, longest: int | None) -> None:
-    """Check that the reserved memory is at most as many tokens as the model has positions.
+    """Check that a cache reserves memory for no more tokens than a model has positions.
 
     Raises:
         ValueError: It reserves memory for more.
@@ -67,7 +67,7 @@ def check_room(reader: ForwardDispatcher, parts: ModelParts, longest: int | None
 
 
 def check_bounded(reader: ForwardDispatcher) -> None:
-    """Check that every layer can evict while an answer is decoded.
+    """Check that every layer can evict by the policy's rule while an answer is decoded.
 
     Raises:
         UnsupportedModelError: The policy's decoding rule needs queries, and a layer's attention
@@ -112,7 +112,7 @@ def _check_kinds(reader: ForwardDispatcher, parts: ModelParts) -> None:
 
 
 def find_heads(reader: ForwardDispatcher, parts: ModelParts) -> None:
-    """Find how layers' heads are spread over processes, and whether queries can be observed."""
+    """Find, for each layer, which heads this process has and if queries can be observed."""
     tp_size = getattr(parts.model, "tp_size", None) or 1
     for layer, attention in zip(reader.layers, parts.attentions, strict=True):
         layer.facts.shows_queries = attention is not None or not layer.attends
@@ -123,7 +123,7 @@ def find_heads(reader: ForwardDispatcher, parts: ModelParts) -> None:
 
 
 def _move_to(reader: ForwardDispatcher, parts: ModelParts) -> None:
-    """Move what a loaded cache holds to the devices and the precision of a model."""
+    """Copy a loaded cache's tensors to the devices and the precision of a model."""
     assert reader.tokens is not None
     reader.tokens = reader.tokens.to(parts.device_of(0))
     # The dtype of the embeddings, since weights of layers may be quantised.

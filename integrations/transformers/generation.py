@@ -42,7 +42,7 @@ MODES = (
 
 
 def wrap_generate() -> None:
-    """Wrap `GenerationMixin.generate`, once, so that a policy cache is attached while it runs.
+    """Wrap `GenerationMixin.generate` to attach a policy cache to the model while it runs.
 
     `generate` does not tell a user's cache which model it belongs to, and no other public place
     does. Calls without a policy cache pass straight through. Only importing this package wraps
@@ -73,7 +73,7 @@ def wrap_generate() -> None:
 
 
 def _check_is_no_policy(cache: Any) -> None:
-    """Check that ``past_key_values`` is not a policy, and not the class of a policy cache.
+    """Check that ``past_key_values`` is not a policy, or a cache class without its policy.
 
     Raises:
         TypeError: It is one of them.
@@ -90,7 +90,7 @@ def _check_is_no_policy(cache: Any) -> None:
 
 @attrs.frozen
 class Turn:
-    """A turn: the new prompt of one `generate` call and the answer to it.
+    """The settings of one turn: a new prompt given to `generate`, and the answer to it.
 
     See `ForwardDispatcher.new_turn`.
 
@@ -109,7 +109,7 @@ class Turn:
     takes_back: bool
 
     def of(self, cache: PolicyCache) -> AbstractContextManager[None]:
-        """Return the context manager of this turn, for a cache that is attached to its model.
+        """Return the context manager in which an attached cache reads and answers this turn.
 
         Raises:
             UnsupportedGenerationError: Draft tokens may be removed again, which a recurrent layer
@@ -124,7 +124,7 @@ class Turn:
         return cache.reader.new_turn(prompt_end, may_be_static=self.may_be_static)
 
     def note_answer(self, cache: PolicyCache, output: Any) -> None:
-        """Give a cache the ids of an answer, which decoding into fixed buffers does not record."""
+        """Record an answer's ids in the cache, since decoding into fixed buffers does not."""
         sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
         first = self.given.context_len
         if self.may_be_static and isinstance(sequences, Tensor) and first:
@@ -159,7 +159,7 @@ class _StepMasks:
 
 @contextmanager
 def _masks_of_steps(model: Any) -> Iterator[None]:
-    """Let `generate` get the masks of its decoding steps from a policy cache.
+    """Let a policy cache make the masks of `generate`'s decoding steps, in a `with` block.
 
     The cache decodes into fixed buffers then, and `generate` may compile the steps.
     """
@@ -182,7 +182,7 @@ def _masks_of_steps(model: Any) -> Iterator[None]:
 def check_generation(
     model: Any, cache: PolicyCache, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Turn:
-    """Check a call of `generate` before anything is computed, and return its turn.
+    """Check the arguments of a `generate` call with a policy cache; return its turn.
 
     Raises:
         UnsupportedGenerationError: The mode or an argument would give wrong results with a policy.
@@ -242,7 +242,7 @@ def check_generation(
 
 
 def _check_chunks(model: Any, given: Given, kwargs: dict[str, Any], size: int, seen: int) -> None:
-    """Check that `generate` cuts these inputs into chunks, at places where a cut is allowed.
+    """Check that `generate` can cut these inputs into chunks of ``size`` columns.
 
     Raises:
         UnsupportedGenerationError: The inputs are embeddings, which `generate` does not cut, or a
@@ -267,7 +267,7 @@ def _check_chunks(model: Any, given: Given, kwargs: dict[str, Any], size: int, s
 
 
 def _check_cache_is_used(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a policy cache if the call, or else a configuration, sets ``use_cache=False``."""
+    """Check that neither the call nor a configuration sets ``use_cache=False``."""
     given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     text_config = model.config.get_text_config(decoder=True)
     called = {"use_cache": kwargs, "use_cache of generation_config": vars(given) if given else {}}
@@ -288,7 +288,7 @@ def _check_cache_is_used(model: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def _check_model_keeps_cache(
     model: Any, cache: PolicyCache, config: GenerationConfig, prompt_end: int | None
 ) -> None:
-    """Refuse a context length at which the model's `generate` would drop its cache."""
+    """Check that the model's `generate` will not discard its cache at this context length."""
     text_config = model.config.get_text_config(decoder=True)
     limit = getattr(text_config, "original_max_position_embeddings", None)
     if text_config.model_type not in GIVE_UP_CACHE or limit is None or prompt_end is None:
@@ -306,7 +306,7 @@ def _check_model_keeps_cache(
 def effective_config(
     model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> GenerationConfig:
-    """Return the configuration that `generate` uses: arguments, then given, then the model's.
+    """Return the generation settings of a call: from arguments, ``generation_config`` and model.
 
     Raises:
         TypeError: ``generation_config`` is not a `GenerationConfig`.

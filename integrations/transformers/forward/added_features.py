@@ -26,7 +26,7 @@ _ARGUMENTS = (
 
 @attrs.frozen(eq=False)
 class AddedFeatures:
-    """A table of the features to add at each layer, and of the token each one belongs to.
+    """A table of the image features to add to hidden states, by layer and by token.
 
     Args:
         rows: ``[batch, new_len]`` int64, the row of a token's features; -1 on tokens without
@@ -43,7 +43,7 @@ class AddedFeatures:
 
     @staticmethod
     def of(arguments: Mapping[str, Any]) -> AddedFeatures | None:
-        """Read the features from a decoder's arguments; None if there are none."""
+        """Read the image features from a decoder's arguments; None if the call has none."""
         for mask_name, name, after in _ARGUMENTS:
             mask, given = arguments.get(mask_name), arguments.get(name)
             if mask is None or given is None:
@@ -58,7 +58,7 @@ class AddedFeatures:
     def joined(
         chunks: Sequence[AddedFeatures | None], valid: Sequence[Tensor]
     ) -> AddedFeatures | None:
-        """Combine the features of a prompt's chunks into one table for the whole prompt.
+        """Combine the image features of a prompt's chunks into one table for the whole prompt.
 
         The result is None if no chunk has features.
 
@@ -83,16 +83,16 @@ class AddedFeatures:
         return attrs.evolve(given[0], rows=torch.cat(rows, dim=1), features=features)
 
     def without(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the decoder's arguments without the features."""
+        """Return the decoder's arguments with the image features set to None."""
         return {**arguments, **dict.fromkeys(self.names)}
 
     def taken(self, slots: Tensor) -> AddedFeatures:
-        """Return the features for the tokens in ``slots`` ``[batch, count]``, -1 on padding."""
+        """Return the image features of only the tokens in ``slots`` ``[batch, count]``."""
         rows = take_columns(self.rows, slots)
         return attrs.evolve(self, rows=rows.masked_fill(slots.to(rows.device) < 0, -1))
 
     def added(self, hidden: Tensor, layer_idx: int, slots: Tensor | None) -> Tensor:
-        """Return the hidden states ``[batch, count, hidden]`` with a layer's features added.
+        """Add a layer's image features to the hidden states ``[batch, count, hidden]``.
 
         Args:
             hidden: Hidden states of the tokens in ``slots``.
@@ -111,7 +111,7 @@ class AddedFeatures:
 def span_with_features(
     arguments: dict[str, Any], seen: int, start: int, stop: int
 ) -> dict[str, Any]:
-    """Cut a forward's arguments to some of its columns, features included.
+    """Cut a forward's arguments, image features included, to a range of its columns.
 
     Args:
         arguments: See `span_of`.

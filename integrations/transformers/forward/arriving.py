@@ -21,7 +21,7 @@ from kvpolicy.integrations.transformers.model.both_ways import cuts_of
 
 @attrs.frozen(eq=False)
 class Arriving:
-    """A forward of which nothing is read yet: the call around it, and what the cache has read.
+    """A forward that is about to be read and checked, with its outer call and the cache's state.
 
     Args:
         model: What is known of the model and of the policy placed on it.
@@ -43,7 +43,7 @@ class Arriving:
         return self.now.chunks is not None or not self.ends
 
     def read(self, arguments: dict[str, Any]) -> tuple[Call, Incoming, AddedFeatures | None]:
-        """Read the decoder's arguments.
+        """Read and check the arguments with which the decoder is called.
 
         If a model around the decoder makes the masks, the decoder gets these masks. Padding is then
         read from the mask that the outer model was called with.
@@ -87,7 +87,7 @@ class Arriving:
         return call, incoming, features
 
     def _check(self, arguments: dict[str, Any], incoming: Incoming) -> None:
-        """Check that the policy can act on the forward's tokens; see `read`."""
+        """Check that the policy can act on the forward's tokens and positions; see `read`."""
         model, parts, policy = self.model, self.model.parts, self.model.policy
         if incoming.tokens.padded or incoming.padded:
             parts.check_padding(model.quirks)
@@ -111,7 +111,7 @@ class Arriving:
             parts.check_rows(policy, len(lengths), longest)
 
     def _check_cuts(self, incoming: Incoming) -> None:
-        """Check that no token of a chunked prompt sees a token of a later chunk.
+        """Check that no token of a chunked prompt attends to a token of a later chunk.
 
         Raises:
             UnsupportedModelError: A token does.
@@ -127,7 +127,7 @@ class Arriving:
                 raise cuts.refused(column, begun)
 
     def _check_positions_given(self, arguments: dict[str, Any], incoming: Incoming) -> None:
-        """Check that position ids are given if the model does not count from 0 and they are needed.
+        """Check that position ids are given if the model does not count from 0 and needs them.
 
         Raises:
             UnsupportedModelError: They are not; the cache cannot know the number from which the
@@ -145,7 +145,7 @@ class Arriving:
             )
 
     def check_cache_is_used(self, arguments: dict[str, Any]) -> None:
-        """Check that the call and the configuration let the decoder use a cache.
+        """Check that neither the call nor the model's configuration turns the cache off.
 
         Raises:
             UnsupportedGenerationError: ``use_cache`` is False.

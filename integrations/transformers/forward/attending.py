@@ -26,7 +26,7 @@ from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer, S
 
 
 class LayerAttention:
-    """The attention of a pass's current layer: its arguments, and how it is computed.
+    """A preparer of one layer's arguments at a time, which then computes the layer's attention.
 
     Args:
         call: What the forward asks for.
@@ -58,7 +58,7 @@ class LayerAttention:
     def arguments(
         self, index: int, layer: PolicyLayer, hidden: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the arguments of a layer, for the tokens that reach it.
+        """Return the arguments to call a layer with, for only the tokens that reach it.
 
         Args:
             index: Index of the layer.
@@ -85,7 +85,7 @@ class LayerAttention:
     def _for_attention(
         self, index: int, layer: PolicyLayer, hidden: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the arguments of a layer's attention, for the tokens that reach the layer."""
+        """Return the arguments to call an attending layer with, its mask included."""
         masks = self._masks
         self.inside, self.told = index, None
         self.packed = (
@@ -111,7 +111,7 @@ class LayerAttention:
     def _for_indexer(
         self, index: int, layer: IndexedLayer, hidden: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the arguments of a layer whose indexer reads masks and positions itself."""
+        """Return the arguments of a layer with an indexer that reads masks and positions itself."""
         own, masks = kwargs.get("attention_mask"), self._masks
         if isinstance(own, Tensor) and own.ndim == 2:  # of tokens, from which it makes its own
             masks.enter(layer)
@@ -127,7 +127,7 @@ class LayerAttention:
     def _for_borrower(
         self, index: int, layer: SharedLayer, hidden: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the arguments of a layer that attends to another layer's keys, with its mask."""
+        """Return the arguments to call a layer with that attends to another layer's keys."""
         assert layer.producer is not None
         shared = self._shared[layer.producer]
         if self._call.attended is not None:
@@ -137,14 +137,14 @@ class LayerAttention:
         return {**self._reach.arguments(kwargs), "attention_mask": shared.mask_for(*how)}
 
     def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a recurrent layer; see `_padding`."""
+        """Return the arguments to call a recurrent layer with, its padding mask included."""
         valid = self._padding(hidden)
         # The convolutions of a layer may have a name of their own for this mask.
         own = dict.fromkeys({"conv_mask"} & kwargs.keys(), valid)
         return {**kwargs, **own, "attention_mask": valid}
 
     def _padding(self, hidden: Tensor) -> Tensor | None:
-        """Return the padding mask ``[batch, len]`` of a recurrent layer; None without padding.
+        """Return the mask ``[batch, len]`` of a recurrent layer's tokens; None without padding.
 
         Raises:
             UnsupportedModelError: See `check_states_skip_nothing`.
@@ -159,13 +159,13 @@ class LayerAttention:
         return None if found is None else found.to(hidden.device).long()
 
     def note_places(self, kwargs: dict[str, Any]) -> None:
-        """Remember the positions at which a layer reads the tokens of its arguments."""
+        """Remember the position ids that a layer is called with, or else the original positions."""
         given = kwargs.get("position_ids")
         usable = isinstance(given, Tensor) and given.ndim == 2
         self.places = given if isinstance(given, Tensor) and usable else self._reach.positions
 
     def columns(self, index: int) -> Columns | None:
-        """Return the columns of keys and queries to give a layer's attention, if it asks for them.
+        """Return the input columns to report to an attention module that asks for them.
 
         None means that the columns held are right, before anything was dropped or evicted.
 
@@ -197,7 +197,7 @@ class LayerAttention:
         given: tuple[Tensor, Tensor],
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the module's attention function, or compute the same in another way.
+        """Compute a layer's attention, by the module's own function or by an equal, faster way.
 
         Args:
             attend: The attention function of the module.

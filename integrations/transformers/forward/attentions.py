@@ -25,13 +25,13 @@ class AttendedKeys:
     _positions: dict[int, Tensor] = attrs.field(factory=dict)
 
     def note(self, index: int, positions: Tensor) -> None:
-        """Record the positions of a layer's keys, ``[batch, kv_heads, key_len]``, -1 on padding."""
+        """Record the positions of the keys that a layer attends to, -1 on padding."""
         self._positions[index] = positions
 
     def in_columns(
         self, attentions: tuple[Tensor | None, ...], tokens: SeenTokens, order: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Reorder attention weights by input columns, for layers that hold all tokens.
+        """Reorder the returned attention weights by input columns, for layers that hold all tokens.
 
         Args:
             attentions: ``[batch, query_heads, new_len, key_len]`` for every layer, or for those

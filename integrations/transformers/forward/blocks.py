@@ -28,7 +28,7 @@ OTHER_BLOCK_BYTES = 1 << 28
 
 
 def block_len(query: Tensor, key_len: int, mask_heads: int, implementation: str) -> int:
-    """Return the number of queries in a block.
+    """Return how many queries to attend with at once, so that a mask stays small.
 
     Args:
         query: ``[batch, query_heads, query_len, head_dim]``.
@@ -42,7 +42,7 @@ def block_len(query: Tensor, key_len: int, mask_heads: int, implementation: str)
 
 
 class LowerRight:
-    """A causal mask for the last queries of a sequence, kept and reused.
+    """A maker of causal masks for a sequence's last queries, all cut from one kept mask.
 
     The mask for fewer queries or keys is its lower right corner, so that one mask serves all blocks
     of all layers.
@@ -52,7 +52,7 @@ class LowerRight:
         self._mask: Tensor | None = None
 
     def of(self, query_len: int, key_len: int, query: Tensor) -> Tensor:
-        """Return the additive mask ``[query_len, key_len]``, a view of the kept mask.
+        """Return the causal additive mask ``[query_len, key_len]``, a view of the kept mask.
 
         Args:
             query_len: Number of queries, which are the last ones.
@@ -70,7 +70,7 @@ class LowerRight:
 
 @attrs.frozen(eq=False)
 class Blocks:
-    """A way to attend in blocks: each block of queries sees the keys up to its last token.
+    """A way to attend block by block: a block of queries sees the keys up to its last token.
 
     Args:
         implementation: The model's attention implementation; its masks must be tensors.
@@ -97,7 +97,7 @@ class Blocks:
         value: Tensor,
         **kwargs: Any,
     ) -> Tensor:
-        """Compute the attention of all queries.
+        """Compute the attention of all queries of a layer, one block of queries at a time.
 
         Args:
             attend: The module's attention function.
@@ -141,14 +141,14 @@ class Blocks:
     def _may_be_joined(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]
     ) -> bool:
-        """True if `joined` computes the same as the module's attention function."""
+        """True if `joined` gives the same result as the attention module's own function."""
         alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
         graph = torch.is_grad_enabled() and query.requires_grad
         here = query.device.type == "cpu" and self.keys is None
         return here and joins(attend, how) and alike and not (graph or _casts(query))
 
     def _first_key(self, block: slice) -> int:
-        """Return the first key that any query of a block sees through the window."""
+        """Return the index of the first key that the sliding window shows any query of a block."""
         if self.window is None or self.keys is None:
             return 0
         places = self.queries[:, block]
@@ -172,7 +172,7 @@ class Blocks:
 
 
 def _casts(query: Tensor) -> bool:
-    """True if autocast is on.
+    """True if autocast is on for a query's device.
 
     Autocast converts the inputs of public functions, but not those of the kernel used here.
     """
@@ -180,7 +180,7 @@ def _casts(query: Tensor) -> bool:
 
 
 def joins(attend: Attend, how: dict[str, Any]) -> bool:
-    """True if `joined` may replace an attention function on a CPU.
+    """True if `joined` may replace this attention function on a CPU.
 
     Args:
         attend: The function.
@@ -190,7 +190,7 @@ def joins(attend: Attend, how: dict[str, Any]) -> bool:
 
 
 def joined(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Attend to earlier keys without a mask, and to the queries' own keys in causal order.
+    """Attend without a mask tensor: fully to earlier keys, causally to the queries' own keys.
 
     A mask, which the CPU kernel reads for every product, makes attention take half as long again.
     The two parts are combined by their sums of exponentials.

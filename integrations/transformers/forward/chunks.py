@@ -30,7 +30,7 @@ from kvpolicy.selection import gather_slots
 
 @attrs.frozen(eq=False)
 class Chunks:
-    """A record of the earlier chunks of a prompt, with the queries that the policy looks at.
+    """A record of the chunks of an unfinished prompt, with the queries that the policy will need.
 
     Args:
         num_queries: Number of trailing queries the policy looks at; see `CachePolicy.num_queries`.
@@ -54,7 +54,7 @@ class Chunks:
     def with_chunk(
         self, valid: Tensor, queries: dict[int, Tensor], carried: dict[int, Tensor]
     ) -> Chunks:
-        """Return a record with one more chunk.
+        """Return a copy of the record with one more chunk of the prompt.
 
         Args:
             valid: ``[batch, new_len]`` bool, the chunk's columns.
@@ -92,7 +92,7 @@ class Chunks:
         return queries if held is None else torch.cat([held, queries], dim=2)
 
     def first_needed(self, valid: Tensor) -> int:
-        """Return the last column from which on every row has all queries the policy looks at.
+        """Return the column where the trailing queries that the policy looks at begin.
 
         It is 0 if there are fewer.
         """
@@ -102,7 +102,7 @@ class Chunks:
         return max(int(enough.all(dim=0).sum()) - 1, 0)
 
     def shown(self, index: int, queries: Tensor, new_valid: Tensor) -> Tensor:
-        """Return a layer's trailing queries of all chunks, each row's padding before its tokens.
+        """Return the trailing queries that the policy looks at, joined over all chunks of a layer.
 
         Args:
             index: Index of the layer.
@@ -122,7 +122,7 @@ class Chunks:
         return joined.gather(2, places)
 
     def prompt_valid(self, new_valid: Tensor) -> Tensor:
-        """Return which slots of the whole prompt are tokens, ``[batch, prompt_len]`` bool.
+        """Return which columns of the whole prompt are tokens, as bool ``[batch, prompt_len]``.
 
         Padding comes before tokens.
 
@@ -136,7 +136,7 @@ class Chunks:
 
 
 class InPrompt(AtQueries):
-    """A base class for passes over a prompt: it builds the `LayerContext` of each layer.
+    """A base class for what a prompt's pass does at each layer: it builds the `LayerContext`.
 
     Args:
         history: The saliency that layers of earlier passes gave to the tokens of this one; None if
@@ -154,7 +154,7 @@ class InPrompt(AtQueries):
         self.checks = DeferredChecks()
 
     def begin(self, at: PassState) -> None:
-        """Prepare the record of saliencies; see `AtQueries.begin`."""
+        """Begin the record of the saliencies that layers give; see `AtQueries.begin`."""
         policy, count = at.policy, len(at.layers)
         self.history = self._history or History.none()
         if self._history is None and policy.history_layers:
@@ -169,7 +169,7 @@ class InPrompt(AtQueries):
     def context(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> LayerContext:
-        """Build the `LayerContext` of a layer; see `AtQueries.observe`."""
+        """Build the `LayerContext` that the policy gets of a layer; see `AtQueries.observe`."""
         layer, policy = at.layers[index], at.policy
         queries, new_valid = self.shown(at, index, inputs.queries)
         positions = at.masks.positions(layer, inputs.keys.shape[1], inputs.keys.device)
@@ -191,14 +191,14 @@ class InPrompt(AtQueries):
         )
 
     def shown(self, at: PassState, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the queries that the policy looks at, and which new slots are tokens."""
+        """Return the queries to show the policy, and which of the new slots hold tokens."""
         count = at.policy.num_queries
         first = 0 if count is None else max(queries.shape[2] - count, 0)
         return queries[:, :, first:], at.reach.valid
 
 
 class Remember(InPrompt):
-    """Remember a chunk's queries until the end of the prompt, when the policy acts.
+    """Remember the queries of a prompt's chunk until the prompt ends, when the policy acts.
 
     Args:
         chunks: The chunks before it.
@@ -225,13 +225,13 @@ class Remember(InPrompt):
         return True
 
     def chunks(self, at: PassState) -> Chunks:
-        """Return the chunks of the prompt so far, this one included."""
+        """Return the record of the prompt's chunks so far, the current one included."""
         return self._before.with_chunk(at.reach.valid, self._queries, self._carried)
 
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:
-        """Remember the layer's queries, or the state of a scorer that sums over them."""
+        """Remember a layer's queries, or the state of a scorer that sums over all queries."""
         layer, queries = at.layers[index], inputs.queries
         if not layer.facts.shows_queries:
             return
@@ -258,7 +258,7 @@ class Remember(InPrompt):
 
 
 class AtEnd(InPrompt):
-    """A base class for the pass that ends a prompt, which may have come in chunks.
+    """A base class for what the pass that ends a prompt does at each layer.
 
     Args:
         chunks: The chunks before the last; None if the prompt came in one forward.
@@ -272,7 +272,7 @@ class AtEnd(InPrompt):
         self._chunks = chunks
 
     def shown(self, at: PassState, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the queries of all chunks; see `InPrompt.shown`."""
+        """Return the queries of all chunks of the prompt; see `InPrompt.shown`."""
         chunks = self._chunks
         if chunks is None:
             return super().shown(at, index, queries)
@@ -284,7 +284,7 @@ class AtEnd(InPrompt):
         return chunks.shown(index, queries, at.reach.valid), new_valid
 
     def saliency(self, at: PassState, context: LayerContext) -> Tensor | None:
-        """Return the saliency of a layer whose scorer has summed over the chunks before.
+        """Return the saliency of a layer's keys, if its scorer has summed over the chunks before.
 
         None if the policy's scorer is to be asked as usual.
         """
@@ -305,7 +305,7 @@ class AtEnd(InPrompt):
 
 
 def sums_over_all(policy: CachePolicy) -> bool:
-    """True if a policy looks at all queries of a prompt and its scorer only sums over them.
+    """True if a policy's scorer only sums over all queries, so that it can score by chunk.
 
     Other scorers may give different results chunk by chunk.
     """
@@ -317,5 +317,5 @@ def sums_over_all(policy: CachePolicy) -> bool:
 
 
 def _wider(carried: Tensor, key_len: int) -> Tensor:
-    """Extend the scorer's state with 0 for new keys."""
+    """Extend a scorer's state with 0 for the keys of new tokens."""
     return pad(carried, (0, 0, 0, key_len - carried.shape[2]))

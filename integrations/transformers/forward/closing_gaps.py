@@ -23,7 +23,7 @@ from kvpolicy.selection import gather_slots
 
 
 def closed_up(keys: Tensor, positions: Tensor, kept: Tensor, turns: RotaryChannels) -> Tensor:
-    """Return the kept keys, each rotated to its place among the kept ones.
+    """Return the kept keys, each rotated to its place among the kept keys of its row.
 
     Args:
         keys: ``[batch, kv_heads, key_len, head_dim]``, rotated to their places among all of them.
@@ -47,7 +47,7 @@ def _places(valid: Tensor) -> Tensor:
 def without_gaps(
     policy: CachePolicy, tokens: SeenTokens, layers: Sequence[PolicyLayer]
 ) -> SeenTokens:
-    """Set the next rotary position of each row to the number of tokens its layers hold.
+    """Return the record of seen tokens, with rotary positions that continue after the kept ones.
 
     Args:
         policy: A gapless policy.

@@ -23,7 +23,7 @@ from kvpolicy.policy import CachePolicy
 
 @attrs.frozen(eq=False)
 class DeferredKV:
-    """A layer whose selection is deferred; until then the layer itself does not change.
+    """The keys and values of a layer that will choose once all layers have been scored.
 
     Args:
         keys: The keys to choose among; see `PolicyLayer.store`.
@@ -46,7 +46,7 @@ class DeferredKV:
 def choose(
     policy: CachePolicy, layers: list[PolicyLayer], waiting: Mapping[int, DeferredKV]
 ) -> None:
-    """Let all layers with a deferred selection choose.
+    """Let all layers whose choice was put off choose the tokens to keep, and store these.
 
     Args:
         policy: The policy.

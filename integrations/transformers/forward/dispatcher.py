@@ -37,7 +37,7 @@ from kvpolicy.policy import CachePolicy
 
 
 class ForwardDispatcher:
-    """A dispatcher that a model's hooks call; it holds the state that forwards change.
+    """A handler of a model's forwards for one cache, called by hooks on the model.
 
     A cache has one dispatcher. The policy acts on a forward that starts a turn, as the first one of
     a `generate` call does; other forwards append. If the end of the prompt is known, a forward that
@@ -87,7 +87,7 @@ class ForwardDispatcher:
 
     @property
     def tokens(self) -> SeenTokens | None:
-        """The tokens seen; None if none."""
+        """The record of the tokens that the cache has read; None if it has read none."""
         return self.now.tokens
 
     @tokens.setter
@@ -96,17 +96,17 @@ class ForwardDispatcher:
 
     @property
     def chunks(self) -> Chunks | None:
-        """The record of an unfinished prompt's chunks; None if there are none."""
+        """The record of the chunks of an unfinished prompt; None if no prompt is unfinished."""
         return self.now.chunks
 
     @property
     def seen(self) -> int:
-        """The number of columns seen, padding included."""
+        """The number of input columns that the cache has read, padding included."""
         return 0 if self.now.tokens is None else self.now.tokens.seen
 
     @property
     def placed(self) -> CachePolicy:
-        """The policy, with open layers chosen for the model."""
+        """The policy, with the layers it leaves open chosen for the attached model."""
         return self.policy if self.facts is None else self.facts.policy
 
     @property
@@ -116,12 +116,12 @@ class ForwardDispatcher:
 
     @property
     def may_drop(self) -> bool:
-        """True if the next forward may drop tokens."""
+        """True if the policy may drop tokens between layers in the next forward."""
         return self.acts_next and self.facts is not None and bool(self.facts.acting)
 
     @property
     def may_evict(self) -> bool:
-        """True if the policy acts on the next forward and may keep fewer tokens than there are."""
+        """True if the policy acts on the next forward and may leave tokens out of the cache."""
         return self.acts_next and not keeps_everything(self.placed, len(self.layers))
 
     @property
@@ -131,7 +131,7 @@ class ForwardDispatcher:
 
     @property
     def makes_masks(self) -> bool:
-        """True if the forward makes its own mask for each layer.
+        """True if the current forward replaces the model's mask by one for each layer.
 
         The model's mask is then used only for how the new tokens see each other.
         """
@@ -139,11 +139,11 @@ class ForwardDispatcher:
 
     @property
     def room(self) -> int:
-        """The number of slots to reserve in each layer after the kept ones."""
+        """The number of slots that each layer reserves for the tokens of an answer."""
         return self.room_for(self.max_new_tokens)
 
     def room_for(self, longest: int | None) -> int:
-        """Return the number of slots to reserve for answers of another length.
+        """Return how many slots each layer reserves for an answer of at most ``longest`` tokens.
 
         Args:
             longest: Number of tokens of the longest answer; None if unknown.
@@ -154,17 +154,17 @@ class ForwardDispatcher:
         return every if longest is None else min(longest, every)
 
     def recorded(self) -> ReadState:
-        """Record everything that forwards change."""
+        """Record the cache's whole state, so that a forward can be undone."""
         return attrs.evolve(self.now, layers=held_by(self.layers))
 
     def _go_back(self, before: ReadState) -> None:
-        """Undo everything since a state was recorded."""
+        """Return the cache to a state that was recorded before."""
         assert before.layers is not None
         hold_again(self.layers, before.layers)
         self.now = attrs.evolve(before, layers=None)
 
     def reset(self) -> None:
-        """Forget everything; the next forward reads a first prompt."""
+        """Forget all that was read, so that the next forward reads a first prompt."""
         self.abandon_forward()
         self.fixed.end()
         for layer in self.layers:
@@ -172,13 +172,13 @@ class ForwardDispatcher:
         self.now = ReadState()
 
     def take_tokens(self, tokens: SeenTokens) -> None:
-        """Replace the record of the tokens seen, in the dispatcher and in all layers."""
+        """Replace the record of the tokens seen, here and in all layers of the cache."""
         self.tokens = tokens
         for layer in self.layers:
             layer.follow(tokens)
 
     def note_answer(self, ids: Tensor, first: int) -> None:
-        """Remember the ids of an answer that was decoded into fixed buffers.
+        """Remember the token ids of an answer that was decoded into fixed buffers.
 
         Args:
             ids: ``[batch, count]``; the last of them may not have been read.
@@ -190,7 +190,7 @@ class ForwardDispatcher:
     # Turns.
 
     def start_turn(self, prompt_len: int | None = None) -> None:
-        """Begin a new turn in a hand-written loop: the policy acts on the next forward.
+        """Begin a turn in a hand-written loop, so that the policy acts on the next forward.
 
         Args:
             prompt_len: Columns of the turn's prompt, if it is read in several forwards (chunked
@@ -216,7 +216,7 @@ class ForwardDispatcher:
     def new_turn(
         self, prompt_end: int | None = None, *, may_be_static: bool = False
     ) -> Iterator[None]:
-        """Start a turn; undo it if no forward has ended its prompt by the end of the block.
+        """Start a turn for the length of a `with` block; undo it if its prompt was not read whole.
 
         Args:
             prompt_end: Number of columns of the whole context at the end of the prompt, if the
@@ -245,7 +245,7 @@ class ForwardDispatcher:
     # Calls of the model, which run the decoder and then a head.
 
     def begin_call(self, keep_last: int | None) -> None:
-        """Begin a call of the model.
+        """Begin a call of the model, which runs the decoder and then a head.
 
         Args:
             keep_last: Number of last tokens whose outputs the call asks for; None for all.
@@ -255,7 +255,7 @@ class ForwardDispatcher:
         self._outer, self._before_call = OuterCall(keep_last), self.recorded()
 
     def note_call(self, arguments: Mapping[str, Any], kinds: Tensor | None) -> None:
-        """Remember the arguments of a module around the decoder; see `OuterCall.note`."""
+        """Remember the arguments of a module that calls the decoder; see `OuterCall.note`."""
         self._outer.note(arguments, kinds)
 
     def end_call(self, *, failed: bool) -> None:
@@ -279,7 +279,7 @@ class ForwardDispatcher:
     # Forwards of the decoder.
 
     def begin_forward(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Begin a forward of the decoder; return the arguments to run it with.
+        """Begin a forward of the decoder; return the arguments to run the decoder with.
 
         Raises:
             TypeError: See `Arriving.read`.
@@ -317,7 +317,7 @@ class ForwardDispatcher:
         return Arriving(self.facts, self._outer, self.now, self.acts_next, ends)
 
     def _take_up(self, arguments: dict[str, Any], *, ends: bool) -> dict[str, Any]:
-        """Run the passes of a forward up to the main one; return the main one's arguments."""
+        """Run the passes before the forward's main pass; return the arguments of the main pass."""
         assert self.attachment is not None
         starts, end = self.acts_next, self.now.prompt_end
         call, incoming, features = self._arriving(ends=ends).read(arguments)
@@ -344,7 +344,7 @@ class ForwardDispatcher:
         self.now = attrs.evolve(self.now, chunks=chunks, starts_turn=True)
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Cut a forward over the whole conversation to its new columns."""
+        """Cut the arguments of a forward over the whole conversation to columns not yet read."""
         seen, columns = self.seen, inputs_of(arguments).shape[1]
         mask = arguments.get("attention_mask")
         whole = columns if not isinstance(mask, Tensor) else mask.shape[-1]
@@ -357,7 +357,7 @@ class ForwardDispatcher:
         }
 
     def _read_prompt(self, arguments: dict[str, Any], missing: int, columns: int) -> dict[str, Any]:
-        """Read the prompt in a separate forward; return the arguments of the drafts after it."""
+        """Read the prompt in a separate forward; return the draft tokens' arguments after it."""
         assert self.attachment is not None
         seen = self.seen
         prompt = {**span_with_features(arguments, seen, 0, missing), "return_dict": True}
@@ -369,7 +369,7 @@ class ForwardDispatcher:
         return span_with_features(arguments, seen, missing, columns)
 
     def finish_forward(self, output: Any) -> Any:
-        """Store the result of the forward in the cache; return the decoder's output.
+        """Finish a forward of the decoder: update the cache, and return the decoder's output.
 
         Raises:
             UnsupportedModelError: A layer did not use the cache.
@@ -394,7 +394,7 @@ class ForwardDispatcher:
         return output if first is None else joined_outputs(first, output)
 
     def fail_forward(self) -> None:
-        """Undo a forward of the decoder, unless it was refused as another thread's."""
+        """Undo a failed forward of the decoder, unless it was refused for its thread."""
         if self._thread is threading.current_thread():
             self.abandon_forward()
 
@@ -406,7 +406,7 @@ class ForwardDispatcher:
         self._thread = own
 
     def abandon_forward(self) -> None:
-        """Undo a call of the model that did not finish; do nothing if there is none."""
+        """Undo a call of the model that did not finish, if there is one."""
         self._undo_forward(self._before_call or self._undo)
         self._before_call = None
 
@@ -417,7 +417,7 @@ class ForwardDispatcher:
         self.run = self._undo = self._first_output = self._forward = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy: everything except the attachment to a model."""
+        """Return the cache's state for a copy, without the attachment to a model."""
         self.fixed.read_queries()
         # A forward under way, or one that was interrupted, is not part of the copy.
         held = self._before_call or self._undo or self.recorded()
@@ -437,7 +437,7 @@ class ForwardDispatcher:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, which is attached to nothing and has no answer under way."""
+        """Restore a copied cache, which is attached to no model and is decoding no answer."""
         self.__init__(  # type: ignore[misc]
             state["policy"], state["storage"], state["max_new_tokens"], state["layers"]
         )

@@ -18,7 +18,7 @@ from kvpolicy.policy import CachePolicy
 
 @attrs.frozen(eq=False)
 class ModelFacts:
-    """The facts of a model and of the policy placed on it, as long as a cache is attached.
+    """A record of what is known of a model and its policy while a cache is attached.
 
     Args:
         parts: The model's modules.
@@ -45,7 +45,7 @@ class ModelFacts:
 
     @staticmethod
     def of(parts: ModelParts, policy: CachePolicy, quirks: ModelQuirks) -> ModelFacts:
-        """Find the facts of a model.
+        """Collect what forwards need to know of a model and its policy.
 
         Args:
             parts: The model's modules.
@@ -129,7 +129,7 @@ class Call:
 
 
 def keeps_everything(policy: CachePolicy, num_layers: int) -> bool:
-    """True if a policy keeps and passes on every token of any prompt.
+    """True if a policy never evicts and never drops a token of any prompt.
 
     Args:
         policy: The policy; its layers may still be open.

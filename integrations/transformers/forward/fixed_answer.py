@@ -37,7 +37,7 @@ from kvpolicy.policy import CachePolicy
 
 
 class Answered(Protocol):
-    """A protocol for the state of a cache that changes while an answer is decoded."""
+    """A protocol for the parts of a cache's state that change while an answer is decoded."""
 
     policy: CachePolicy
     storage: Storage
@@ -47,14 +47,14 @@ class Answered(Protocol):
 
     @property
     def tokens(self) -> SeenTokens | None:
-        """The tokens seen; None if none."""
+        """The record of the tokens that the cache has read; None if it has read none."""
 
     @tokens.setter
     def tokens(self, tokens: SeenTokens | None) -> None: ...
 
     @property
     def placed(self) -> CachePolicy:
-        """The policy, with open layers chosen for the model."""
+        """The policy, with the layers it leaves open chosen for the attached model."""
 
     @property
     def acts_next(self) -> bool:
@@ -65,7 +65,7 @@ class Answered(Protocol):
 
 
 class FixedAnswer:
-    """A manager of the fixed buffers into which a cache's answers are decoded.
+    """A manager of the fixed-size buffers into which a cache's answers are decoded.
 
     Args:
         reader: The reader of the cache. The reference is weak, since the reader refers to this
@@ -112,7 +112,7 @@ class FixedAnswer:
 
     @property
     def _expands(self) -> bool:
-        """True if attention computes keys from the tensors held.
+        """True if a layer's attention computes its keys from other tensors in the cache (MLA).
 
         Between two steps these keys are not available.
         """
@@ -122,7 +122,7 @@ class FixedAnswer:
         return latent or any(layer.facts.expands for layer in self.reader.layers)
 
     def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
-        """Return the mask that `generate` must give the model in the next forward.
+        """Return the attention mask that `generate` must give the model in the next forward.
 
         Args:
             attention_mask: ``[batch, columns]``, the mask of all tokens.
@@ -160,7 +160,7 @@ class FixedAnswer:
         return one[:1, None, None]
 
     def _begun(self) -> StaticDecoding | RollingDecoding:
-        """Make buffers from the layers, and switch the model's hooks to decoding."""
+        """Make fixed buffers from the layers, and give the model the hooks for decoding."""
         reader = self.reader
         reader.abandon_forward()
         attachment, tokens, left = reader.attachment, reader.tokens, reader.max_new_tokens
@@ -180,7 +180,7 @@ class FixedAnswer:
         return buffers
 
     def _choose(self, buffers: StaticDecoding | RollingDecoding) -> bool:
-        """Let layers choose between two steps; return True if the buffers remain in use."""
+        """Let layers evict between two decoding steps; return True if the buffers remain in use."""
         layers, tokens = self.reader.layers, self.reader.tokens
         assert tokens is not None
         if isinstance(buffers, RollingDecoding):
@@ -195,7 +195,7 @@ class FixedAnswer:
         return buffers.go_on(layers, self.reader.tokens)
 
     def copied(self, layers: list[PolicyLayer], tokens: SeenTokens) -> SeenTokens:
-        """Bring copies of the layers to the state that the cache has between two steps.
+        """Complete the pending eviction in copies of the layers that are made between two steps.
 
         The copies lose a token that not every layer has written, and make the choice that was due
         before the next token.
@@ -235,14 +235,14 @@ class FixedAnswer:
         return tokens
 
     def _take(self, choice: StaticChoice) -> None:
-        """Let layers choose, and store their choices."""
+        """Let layers choose the tokens to keep, and store their choices."""
         assert self.reader.tokens is not None
         choice.check_shown(self.reader.layers)
         choice.choose(self.reader.layers, self.reader.tokens)
         self._settle(choice)
 
     def _settle(self, choice: StaticChoice) -> None:
-        """Store the layers' choices; after that, no token counts as appended."""
+        """Store the choices of the layers, and update the record of seen tokens."""
         choice.take()
         assert self.reader.tokens is not None
         self.reader.tokens = self.reader.tokens.settled()
@@ -250,13 +250,13 @@ class FixedAnswer:
             layer.follow(self.reader.tokens)
 
     def read_queries(self) -> None:
-        """Copy the queries in the buffers to the layers."""
+        """Copy the queries in the fixed buffers to the layers of the cache."""
         buffers, tokens = self.buffers, self.reader.tokens
         if buffers is not None and tokens is not None and not buffers.rests:
             buffers.read_queries(self.reader.layers, tokens.seen)
 
     def end(self, *, failed: bool = False) -> None:
-        """Return to buffers that grow, and remove a token that not every layer has written.
+        """End decoding into fixed buffers; remove a last token that not every layer has written.
 
         Args:
             failed: Whether something failed. A failure behind the layers leaves no trace, so the

@@ -18,7 +18,7 @@ from kvpolicy.integrations.transformers.state.layers import held_by, hold_again
 
 @attrs.frozen(eq=False)
 class ForwardRun:
-    """A forward that is running, pass by pass.
+    """A forward that is running as a sequence of passes, one of them the model's own call.
 
     Args:
         passes: Its passes; see `Arrival.passes`.
@@ -35,14 +35,14 @@ class ForwardRun:
     begin: Callable[[PassRun], None]
 
     def up_to_main(self) -> PassRun:
-        """Run the passes before the main one; return the main one's run, not yet started."""
+        """Run the passes before the main pass; return the main pass, ready to start."""
         made = next(self.passes)
         while not made.main:
             made = self.passes.send(self._through(made))
         return self._begun(made)
 
     def rest(self, main: PassRun) -> None:
-        """Run the passes after the main one, which has ended."""
+        """Run the passes that follow the main pass, which has ended."""
         run = main
         try:
             while True:
@@ -56,7 +56,7 @@ class ForwardRun:
         return run
 
     def _through(self, made: Pass) -> PassRun:
-        """Run the decoder for a pass other than the main one, up to where the pass ends."""
+        """Run the decoder for a pass other than the main one, until the pass ends."""
         run, discards = self._begun(made), made.keys is KeyUse.DISCARD
         before = held_by(run.layers) if discards else ()
         try:

@@ -19,7 +19,7 @@ from kvpolicy.selection import gather_slots
 
 @attrs.frozen(eq=False)
 class History:
-    """A record of the saliencies that earlier layers gave to the tokens of the current layer.
+    """A record of the saliencies that earlier layers gave to the tokens that reach this layer.
 
     Args:
         layers: Layers whose saliency a later layer looks at.
@@ -33,12 +33,12 @@ class History:
 
     @staticmethod
     def none() -> History:
-        """Return the record for parts that look at no other layer."""
+        """Return the empty record for policies that use no other layer's saliency."""
         return _NOTHING
 
     @staticmethod
     def of(policy: CachePolicy, num_layers: int, choosing: Sequence[int]) -> History:
-        """Return the empty record of a forward.
+        """Return the record with which a forward begins, without saliencies.
 
         Args:
             policy: The policy.
@@ -50,7 +50,7 @@ class History:
         return History(layers, longest)
 
     def noted(self, saliency: Tensor, context: LayerContext) -> History:
-        """Add the saliency of one more layer, and forget saliencies that are no longer needed.
+        """Return a copy with the saliency of one more layer, without those no longer needed.
 
         Args:
             saliency: ``[batch, heads, key_len]``.
@@ -61,7 +61,7 @@ class History:
         return attrs.evolve(self, held=(*self.held, new)[-self.longest :])
 
     def taken(self, slots: Tensor) -> History:
-        """Keep only the tokens in ``slots`` ``[batch, count]``, -1 on padding."""
+        """Return a copy for only the tokens in ``slots`` ``[batch, count]``, -1 on padding."""
         return attrs.evolve(
             self,
             held=tuple(
@@ -71,7 +71,7 @@ class History:
         )
 
     def shown(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return `LayerContext.history` on the device of a layer."""
+        """Return the saliencies on a layer's device, for `LayerContext.history`."""
         return tuple(each.to(device) for each in self.held)
 
 

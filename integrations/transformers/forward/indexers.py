@@ -16,7 +16,7 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def new_places(layers: Sequence[PolicyLayer], slots: Tensor | None) -> Tensor | None:
-    """Return the position ids ``[axes, batch, new_len]`` of the tokens that reach a layer.
+    """Return the position ids ``[axes, batch, new_len]`` of tokens for a layer's indexer.
 
     Args:
         layers: The layers of the cache; a model that rotates index keys late gives position ids to
@@ -38,7 +38,7 @@ def with_positions(
     rotary: Rotary | None,
     order: Tensor | None,
 ) -> dict[str, Any]:
-    """Return a layer's arguments with positions in the form that its indexer takes.
+    """Return a layer's arguments with the position ids that its indexer needs.
 
     Args:
         layer: The layer in the cache.

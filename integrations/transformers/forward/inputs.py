@@ -22,7 +22,7 @@ OF_TOKENS = ("input_ids", "inputs_embeds", "per_layer_inputs")
 
 @attrs.frozen(eq=False)
 class Incoming:
-    """The tokens of one forward, as read from its arguments.
+    """The tokens of one forward, read from its arguments and checked.
 
     Args:
         arguments: The decoder's arguments. If the policy acts, each row's padding is moved before
@@ -61,7 +61,7 @@ def read_inputs(
     starts: bool | None = None,
     ends: bool = True,
 ) -> Incoming:
-    """Read the arguments of a decoder's forward.
+    """Read and check the inputs, mask and positions of a decoder's forward.
 
     Args:
         arguments: By name, as the decoder takes them.
@@ -118,7 +118,7 @@ def read_inputs(
 
 
 def inputs_of(arguments: dict[str, Any]) -> Tensor:
-    """Return the ids ``[batch, new_len]`` or embeddings ``[batch, new_len, hidden]`` of a forward.
+    """Return the forward's ids ``[batch, new_len]`` or embeddings ``[batch, new_len, hidden]``.
 
     Raises:
         TypeError: There are neither, or they are not a tensor, or have a wrong dtype.
@@ -141,7 +141,7 @@ def inputs_of(arguments: dict[str, Any]) -> Tensor:
 
 
 def _check_positions(positions: Any, batch: int, new_len: int) -> None:
-    """Check position ids, if given; they may have axes before the axis of rows."""
+    """Check the type and shape of position ids, if the caller gives some."""
     if positions is None:
         return
     if not isinstance(positions, Tensor):
@@ -156,7 +156,7 @@ def _check_positions(positions: Any, batch: int, new_len: int) -> None:
 
 
 def span_of(arguments: dict[str, Any], seen: int, start: int, stop: int) -> dict[str, Any]:
-    """Cut the arguments of a forward to its columns from ``start`` up to ``stop``.
+    """Cut a forward's arguments to the columns from ``start`` up to ``stop``.
 
     Args:
         arguments: By name; the mask also covers the ``seen`` columns.
@@ -189,7 +189,7 @@ def _without_mask(arguments: dict[str, Any], seen: SeenTokens, new_len: int) -> 
 
 
 def check_step(mask: Tensor, seen: SeenTokens) -> None:
-    """Check the mask ``[batch, seen + 1]`` of a decoded token.
+    """Check the mask ``[batch, seen + 1]`` with which `generate` decodes one token.
 
     Raises:
         ValueError: See `read_inputs`.
@@ -213,7 +213,7 @@ def _check_shape(mask: Any, batch: int, seen: int, new_len: int) -> None:
 
 
 def read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenTokens, Tensor | None]:
-    """Compare a mask with the tokens seen before, and find tokens that became padding.
+    """Compare a mask with the tokens read before, and find tokens that became padding.
 
     Args:
         past: ``[batch, seen]`` bool, False on padding.
@@ -255,7 +255,7 @@ def read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenToke
 def _with_positions(
     arguments: dict[str, Any], tokens: SeenTokens, columns: Tensor, *, padded: bool = False
 ) -> dict[str, Any]:
-    """Add position ids that count each row's own tokens.
+    """Add position ids to the arguments, counting each row's tokens without its padding.
 
     Nothing is added if the caller gives some, or if they would equal the columns.
     """
@@ -267,7 +267,7 @@ def _with_positions(
 
 
 def _padding_first(columns: Tensor) -> Tensor | None:
-    """Return the order that moves padding between tokens before them; None if there is none."""
+    """Return the column order that puts padding before all tokens; None if it already is there."""
     if not bool((columns[:, :-1] & ~columns[:, 1:]).any()):
         return None
     return columns.to(torch.uint8).argsort(dim=1, stable=True)
@@ -289,7 +289,7 @@ def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str,
 
 
 def take_columns(value: Tensor, columns: Tensor, row_axis: int = 0, token_axis: int = 1) -> Tensor:
-    """Take some tokens of each row from a tensor with an entry for each token.
+    """Take the given columns of each row from a tensor with an entry for each token.
 
     Args:
         value: A tensor whose ``row_axis`` has size ``batch`` or 1, and whose ``token_axis`` has the

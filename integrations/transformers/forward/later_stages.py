@@ -34,7 +34,7 @@ def stage_pass(
     piece: StagePiece,
     **more: Any,
 ) -> Pass:
-    """Return a pass over some tokens of a stage.
+    """Make the pass that reads some of a prompt's tokens in one range of layers.
 
     Args:
         call: What the forward asks for.
@@ -60,7 +60,7 @@ def stage_pass(
 
 @attrs.frozen(eq=False)
 class SurvivingTokens:
-    """A record of the tokens that reach a stage, each row's padding before its tokens.
+    """A record of the prompt's tokens that reach a range of layers, and of their hidden states.
 
     Args:
         columns: ``[batch, len]`` int64, their columns in the prompt's chunks; -1 on padding.
@@ -82,7 +82,7 @@ class SurvivingTokens:
 
 @attrs.frozen(eq=False)
 class LaterStages:
-    """The stages after the first, of a prompt that has ended.
+    """A runner of the later layers for a chunked prompt, once the prompt has ended.
 
     Args:
         call: What the forward asks for.
@@ -104,7 +104,7 @@ class LaterStages:
     def read(
         self, stage: PrefillStage, reach: SurvivingTokens, propagated: dict[int, Tensor]
     ) -> Generator[Pass, PassRun, SurvivingTokens]:
-        """Yield the passes of a stage; return the tokens that reach the next one."""
+        """Yield the passes through one range of layers; return the tokens that reach the next."""
         held: list[Tensor] = []
         run = yield from self._passes(stage, reach, held, is_output=False)
         assert run.stage is not None
@@ -125,7 +125,7 @@ class LaterStages:
     def end(
         self, stage: PrefillStage, reach: SurvivingTokens, propagated: dict[int, Tensor]
     ) -> Passes:
-        """Yield the passes of the last stage, which gives the decoder's output."""
+        """Yield the passes through the last range of layers, which gives the decoder's output."""
         run = yield from self._passes(stage, reach, [], is_output=True)
         run.propagated.update(propagated)
         passed = run.made.at_queries.passed
@@ -135,7 +135,7 @@ class LaterStages:
     def _passes(
         self, stage: PrefillStage, reach: SurvivingTokens, held: list[Tensor], *, is_output: bool
     ) -> Generator[Pass, PassRun, PassRun]:
-        """Yield the passes of a stage, piece by piece; return the run of the last.
+        """Yield the passes through a range of layers, piece by piece; return the last pass's run.
 
         ``held`` gets the hidden states that go into the next stage, of all pieces but the last.
         """
@@ -180,11 +180,11 @@ class LaterStages:
         return run
 
     def _features_of(self, reach: SurvivingTokens, columns: slice) -> AddedFeatures | None:
-        """Return the features for some of the tokens that reach a stage."""
+        """Return the image features of the tokens that one pass reads; None if there are none."""
         return None if self.features is None else self.features.taken(reach.columns[:, columns])
 
     def _may_look(self, index: int) -> bool:
-        """True if it is allowed to compute only the queries and keys of a layer."""
+        """True if a layer may be run only until its queries and keys are known."""
         return type(self.layers[index]) is PolicyLayer and self.call.narrows
 
     def _piece(
@@ -209,7 +209,7 @@ class LaterStages:
         )
 
     def _pieces(self, reach: SurvivingTokens) -> list[slice]:
-        """Return the columns of each piece.
+        """Return the columns of tokens that each pass through a range of layers reads.
 
         No piece is longer than the longest chunk, and the last piece has the tokens of the last
         chunk.
@@ -245,7 +245,7 @@ class LaterStages:
         )
 
     def _rotary(self, reach: SurvivingTokens, columns: slice) -> Tensor:
-        """Return the positions at which tokens are read, without gaps after a restart."""
+        """Return the rotary positions at which a pass reads its tokens, without restart gaps."""
         if self.call.model.restarts:
             return self.staged.begun.rotary_positions_of(reach.columns >= 0)[:, columns]
         given = [each["position_ids"] for each in self.staged.inputs]
@@ -253,7 +253,7 @@ class LaterStages:
 
 
 def passed_on(reach: SurvivingTokens, run: PassRun) -> SurvivingTokens:
-    """Return the tokens of a stage that reach the next one, given the run that ended the stage."""
+    """Return the tokens that go on from one range of layers to the next one."""
     length, at_end = reach.columns.shape[1], run.made.at_queries
     assert isinstance(at_end, (Select, ChooseTokens))
     assert run.stage is not None
@@ -279,7 +279,7 @@ def passed_on(reach: SurvivingTokens, run: PassRun) -> SurvivingTokens:
 
 
 def taken_from(parts: Sequence[Tensor], columns: Tensor) -> Tensor:
-    """Take some columns from consecutive tensors.
+    """Take the given columns from the concatenation of several tensors.
 
     Args:
         parts: ``[batch, len, ...]`` each; only their lengths may differ.

@@ -12,7 +12,7 @@ _WHOLE = ("attention_mask", "cross_attention_states")
 
 
 def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[str, Any]:
-    """Return the arguments of a layer for some of its tokens.
+    """Return a layer's arguments, cut to the tokens in ``slots``.
 
     Tensors with an entry for each token, such as rotary embeddings, are cut along the axis of
     tokens, which may follow other axes. The mask is not cut, and neither are tensors with an entry
@@ -30,7 +30,7 @@ def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[st
 
 
 def cut_alike(value: Any, hidden: Tensor, slots: Tensor) -> Any:
-    """Cut a layer's further output to some tokens, if it has an entry for each token."""
+    """Cut an extra output of a layer to the given tokens, if it has an entry for each token."""
     # Attention weights have four axes, the second of which are heads.
     like = isinstance(value, Tensor) and value.ndim == 3 and value.shape[:2] == hidden.shape[:2]
     return take_columns(value, slots) if like else value
@@ -46,7 +46,7 @@ def _cut(value: Any, slots: Tensor, length: int) -> Any:
 
 
 def _row_and_token_axes(value: Tensor, batch: int, length: int) -> tuple[int, int] | None:
-    """Find the axes of rows and of tokens in a tensor; None if it has none."""
+    """Return the row axis and the token axis of a tensor; None if it has no token axis."""
     for tokens in range(1, value.ndim):
         before = value.shape[:tokens]
         if value.shape[tokens] != length or not {1, batch} & set(before):

@@ -26,7 +26,7 @@ def layer_context(
     tokens: SeenTokens | None = None,
     **more: Any,
 ) -> LayerContext:
-    """Make the context of a layer.
+    """Build the `LayerContext` in which a policy sees one layer.
 
     Args:
         index: Index of the layer.

@@ -31,7 +31,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
 class LayerMasks:
-    """A maker of the masks of one pass, layer by layer.
+    """A maker of the attention masks of all layers in one pass, called layer by layer.
 
     Args:
         call: What the forward asks for.
@@ -90,7 +90,7 @@ class LayerMasks:
         self._new_positions: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def enter(self, layer: PolicyLayer) -> None:
-        """Find the positions of a layer's keys, before the layer runs."""
+        """Find the positions of the keys that a layer will attend to, before the layer runs."""
         self.order = self._combined = None
         if not (self._reach.padded or layer.contents.padded):
             return
@@ -109,7 +109,7 @@ class LayerMasks:
         self._combined = combined
 
     def enter_packed(self, index: int) -> bool:
-        """True if a layer's attention can work on packed keys, which needs no mask.
+        """True if a layer's one new token can attend to keys held unpadded, without a mask.
 
         This is so for one new token that sees all slots.
         """
@@ -135,7 +135,7 @@ class LayerMasks:
 
     @functools.cached_property
     def _has_gaps(self) -> bool:
-        """True if some appended column is padding, columns of this pass included."""
+        """True if a column read since the last eviction is padding, this pass included."""
         return self._reach.padded and bool((self._tokens.appended < 0).any())
 
     def positions(self, layer: PolicyLayer, kv_heads: int, device: torch.device) -> Tensor:
@@ -152,7 +152,7 @@ class LayerMasks:
         return new if held is None else torch.cat([held.expand(-1, kv_heads, -1), new], dim=2)
 
     def valid_slots(self, layer: PolicyLayer) -> Tensor | None:
-        """Return which slots are tokens; None without padding.
+        """Return which key slots of a layer hold tokens; None if no slot is padding.
 
         It is ``[batch, 1 or kv_heads, key_len]`` bool.
         """
@@ -162,7 +162,7 @@ class LayerMasks:
         return (self._combined if differ else self._combined[:, :1]) >= 0
 
     def arguments(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return a layer's arguments ``kwargs`` with its own mask.
+        """Return the arguments ``kwargs`` of a layer with the mask that fits the layer's keys.
 
         Args:
             index: Index of the layer.
@@ -195,7 +195,7 @@ class LayerMasks:
         return {**kwargs, "attention_mask": mask}
 
     def _check_own_window(self, index: int) -> None:
-        """Check that a layer that counts its window in columns has no padding between tokens.
+        """Check that a layer whose window counts columns gets no padding between tokens.
 
         Without padding, columns are at most as far apart as positions, so that the layer's window
         hides nothing that the mask shows.
@@ -209,7 +209,7 @@ class LayerMasks:
             )
 
     def own_block(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """Return the model's own mask of the pass's tokens; None if it is causal."""
+        """Return the model's own mask between the pass's tokens; None if this is causal."""
         length = self._reach.count
         if not self.may_be_own:
             return None
@@ -226,7 +226,7 @@ class LayerMasks:
         return self._own_blocks[id(mask)][1]
 
     def check_order(self, kwargs: dict[str, Any], *, in_chunks: bool) -> None:
-        """Check that a prompt that is read both ways comes whole, and without padding.
+        """Check that a prompt whose tokens all see each other comes whole and without padding.
 
         Args:
             kwargs: The arguments of its first layer, by name.
@@ -252,7 +252,7 @@ class LayerMasks:
     def own_visibility(
         self, block: Tensor | None, positions: Tensor, order: Tensor | None
     ) -> OwnVisibility | None:
-        """Map the model's own mask to a layer's keys; None if ``block`` is None.
+        """Map the model's own mask ``block`` to the keys of a layer; None if ``block`` is None.
 
         Args:
             block: See `own_block`.
@@ -276,7 +276,7 @@ class LayerMasks:
     def mask(
         self, index: int, hidden: Tensor, own: Tensor | None = None, *, blocks: bool = False
     ) -> Mask:
-        """Make a layer's mask.
+        """Make the attention mask that fits the keys that a layer holds; None if it needs none.
 
         Args:
             index: Index of the layer.
@@ -328,7 +328,7 @@ class LayerMasks:
         return self._causal[key]
 
     def may_narrow(self, index: int) -> bool:
-        """True if a layer may be run for only some of its tokens.
+        """True if a layer may compute its output for only some of its tokens.
 
         A layer with a state would read the tokens twice, and a layer whose keys other layers use
         must have keys of all tokens.

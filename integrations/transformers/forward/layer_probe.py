@@ -48,7 +48,7 @@ Found = TypeVar("Found")
 
 @attrs.frozen(eq=False)
 class LayerProbe:
-    """A finder of rotary embeddings and output projections, for one forward.
+    """A finder of the layers' rotary embeddings and output projections, for one forward.
 
     Args:
         parts: The model.
@@ -69,7 +69,7 @@ class LayerProbe:
 
     @staticmethod
     def of(parts: ModelParts, policy: CachePolicy) -> LayerProbe | None:
-        """Make the finder for a model and a policy; None if no part needs anything.
+        """Make the finder if the policy reads rotary embeddings or projections; else None.
 
         Raises:
             UnsupportedModelError: No layer of the model can give what is needed.
@@ -92,7 +92,7 @@ class LayerProbe:
         return asked
 
     def check_places(self, tokens: SeenTokens) -> None:
-        """Check that the rotary positions of tokens seen before are known.
+        """Check that it is known at which rotary positions earlier tokens were read.
 
         Raises:
             UnsupportedModelError: They are not.
@@ -118,7 +118,7 @@ class LayerProbe:
         gapless: Gapless | None,
         implementation: str,
     ) -> None:
-        """Find what the parts need of a layer that is about to run; see `find`.
+        """Prepare a layer that is about to run on a few tokens, and call `find` for it.
 
         Args:
             index: Index of the layer.
@@ -169,7 +169,7 @@ class LayerProbe:
         self.find(layer, entering, places, everything >= 0)
 
     def find(self, layer: PolicyLayer, entering: LayerTrial, places: Tensor, valid: Tensor) -> None:
-        """Set the rotary embedding and output projection of a layer, as far as needed.
+        """Find a layer's rotary embedding and output projection, if the policy needs them.
 
         Args:
             layer: The layer in the cache.
@@ -225,7 +225,7 @@ class LayerProbe:
         return RotaryChannels(frequencies, scale, channels.to(frequencies.device))
 
     def _are_those(self, turns: RotaryChannels, frequencies: Tensor, scale: float) -> bool:
-        """True if the layer rotated by the same frequencies in an earlier forward.
+        """True if a layer rotated by these frequencies in an earlier forward too.
 
         Layers that share a tensor of frequencies are compared once.
         """
@@ -254,7 +254,7 @@ class LayerProbe:
 
 
 def _channels(entering: LayerTrial, frequencies: Tensor, scale: float, form: Form) -> Tensor | None:
-    """Find the channels that a layer rotates; there are none if it rotates nothing."""
+    """Find which channels of the heads a layer rotates; none if the layer does not rotate."""
     count = entering.hidden.shape[entering.token_axis]
     places = torch.tensor(TRIED[:count], device=frequencies.device)[None]
     angles = places[..., None].float() * frequencies

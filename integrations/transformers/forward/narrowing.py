@@ -29,7 +29,7 @@ LARGEST_SHARE = 0.75
 def few_go_on(
     propagation: PropagationPolicy, index: int, num_layers: int, seen: int, new_len: int
 ) -> bool:
-    """True if a layer passes on so few tokens that running it twice is worth it.
+    """True if a layer passes on so few tokens that a second run for only these saves time.
 
     Args:
         propagation: Which tokens layers pass on; it acts at the layer. If it decides by content,
@@ -47,7 +47,7 @@ def few_go_on(
 
 @attrs.frozen(eq=False)
 class Narrowed:
-    """A layer's second run, for the tokens that are passed on.
+    """The second run of a layer, which computes only the tokens that the layer passes on.
 
     Args:
         keys: ``[batch, kv_heads, key_len, head_dim]``, all that the layer sees.
@@ -65,7 +65,7 @@ class Narrowed:
     implementation: str
 
     def attend(self, attend: Attend, module: nn.Module, query: Tensor, **kwargs: Any) -> Tensor:
-        """Compute the attention of the tokens that are passed on, in blocks of queries.
+        """Compute the attention of the tokens passed on, one block of queries at a time.
 
         A block sees the keys up to its last token. So about half of a full score matrix is
         computed, and no mask is larger than a block's.

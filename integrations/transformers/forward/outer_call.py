@@ -14,7 +14,7 @@ from kvpolicy.integrations.transformers.model.both_ways import types_in
 
 @attrs.define(eq=False)
 class OuterCall:
-    """The arguments of a model's call that the model does not pass to its decoder.
+    """A record of what a model was called with and does not hand to its decoder.
 
     Args:
         keep_last: Number of last tokens whose outputs are asked for; None for all.
@@ -33,7 +33,7 @@ class OuterCall:
     _noted: bool = False
 
     def note(self, arguments: Mapping[str, Any], kinds: Tensor | None) -> None:
-        """Remember the arguments of a module around the decoder.
+        """Remember the arguments of a module that calls the decoder, such as the model itself.
 
         Args:
             arguments: By name.
@@ -55,12 +55,12 @@ class OuterCall:
         return None
 
     def take_kinds(self, columns: Tensor) -> Tensor | None:
-        """Return the kinds of the tokens in ``columns`` ``[batch, new_len]``, once."""
+        """Return the `TokenKind` of each token in ``columns``, and forget it; None if unknown."""
         kinds, self.kinds = self.kinds, None
         return kinds if kinds is not None and kinds.shape == columns.shape else None
 
     def masks_made_outside(self, arguments: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-        """Find out if an outer model makes the masks; return that, and the arguments.
+        """Return whether an outer model makes the masks, and the arguments with the caller's mask.
 
         If so, the arguments get the outer model's own mask.
         """
@@ -76,5 +76,5 @@ class OuterCall:
 
 
 def _is_plain(mask: Any) -> bool:
-    """True if a mask is None, or ``[batch, columns]`` of tokens and padding."""
+    """True if a mask is None, or a padding mask ``[batch, columns]``."""
     return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)

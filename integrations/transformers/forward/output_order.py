@@ -16,7 +16,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.frozen(eq=False)
 class InputOrder:
-    """A rule that puts a forward's output back into the order of its input.
+    """A rule that puts a forward's output back into the order of the input's columns.
 
     Args:
         tokens: The tokens seen, those of the forward included.
@@ -32,7 +32,7 @@ class InputOrder:
     attended: AttendedKeys | None
 
     def restored(self, output: Any) -> Any:
-        """Return a decoder's output, a tuple or a `ModelOutput`, in the order of the input.
+        """Return a decoder's output with its tokens back in the order of the input.
 
         Hidden states after tokens were dropped are left unchanged, in the order of the tokens that
         were passed on.
@@ -49,7 +49,7 @@ class InputOrder:
         return output
 
     def _with_attentions(self, output: Any) -> Any:
-        """Return the output with attention weights by input columns, where nothing was evicted."""
+        """Return the output with attention weights by input column, where nothing was evicted."""
         if self.attended is None:
             return output
         how = self.tokens, self.columns
@@ -71,7 +71,7 @@ class InputOrder:
         return self._moved_back(hidden) if whole and not self.propagated else hidden
 
     def _each(self, states: Any) -> Any:
-        """Reorder hidden states ``[batch, new_len, hidden]`` of each layer up to the first drop."""
+        """Put the hidden states of all layers before the first drop back into input order."""
         if not isinstance(states, tuple) or any(
             each is not None and getattr(each, "ndim", 0) != 3 for each in states
         ):
@@ -87,7 +87,7 @@ class InputOrder:
 
 @attrs.frozen
 class Filling:
-    """Padding on the left that gives a decoder's output the shape of its input.
+    """Padding that gives a decoder's output as many tokens as its input, though some were dropped.
 
     The last layer's output is padded, and the padding is cut off the decoder's output again; see
     `ModelQuirks.refills`.
@@ -101,11 +101,11 @@ class Filling:
     padding: int
 
     def filled(self, hidden: Tensor) -> Tensor:
-        """Return the last layer's output ``[batch, left, hidden]``, padded."""
+        """Return the last layer's output, padded on the left to the input's number of tokens."""
         return pad(hidden, (0, 0, self.padding, 0))
 
     def cut(self, output: Any) -> Any:
-        """Return a decoder's output without the padding."""
+        """Return a decoder's output without the padding that `filled` added."""
         if not self.padding:
             return output
         if isinstance(output, tuple):
@@ -122,7 +122,7 @@ class Filling:
 
 
 def joined_outputs(first: Any, second: Any) -> Any:
-    """Concatenate the outputs of two forwards, as if they had been one.
+    """Concatenate a decoder's outputs for earlier and later tokens, as of one forward.
 
     Args:
         first: The decoder's output for the earlier tokens, a `ModelOutput`.
@@ -139,7 +139,7 @@ def joined_outputs(first: Any, second: Any) -> Any:
 
 
 def without_states(output: Any) -> Any:
-    """Return a decoder's output without hidden states."""
+    """Return a decoder's output with its hidden states cut to no tokens."""
     if isinstance(output, tuple):
         return (output[0][:, :0], *output[1:])
     output["last_hidden_state"] = output["last_hidden_state"][:, :0]

@@ -31,7 +31,7 @@ class Unpacked(Tensor):
 
     @staticmethod
     def pair(held: Packed) -> tuple[Tensor, Tensor]:
-        """Make stand-ins ``[batch, kv_heads, kept_len, head_dim]`` for packed keys and values."""
+        """Make stand-in tensors for packed keys and values, with the shape of the padded ones."""
         whole: list[tuple[Tensor, Tensor]] = []
 
         def part(index: int) -> Tensor:
@@ -47,7 +47,7 @@ class Unpacked(Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], held: Packed, read: Callable[[], Tensor]) -> Unpacked:
-        """Make a stand-in of this shape for the result of ``read``."""
+        """Make a stand-in with the shape that the result of ``read`` will have."""
         made: Unpacked = Tensor._make_wrapper_subclass(
             cls, shape, dtype=held.dtype, device=held.lengths.device
         )
@@ -58,13 +58,13 @@ class Unpacked(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # the base class has no class method here
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Unpack the arguments, then compute."""
+        """Unpack the stand-ins among an operation's arguments, then run the operation."""
         args, kwargs = tree_map_only(Unpacked, lambda each: each._read(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def may_attend(held: object) -> bool:
-    """True if `packed_attention` may compute a token's attention to these keys."""
+    """True if `packed_attention` supports these keys: on a CPU, without autograd or autocast."""
     # On other devices its many small calls take longer than unpacking. Autograd is not supported,
     # and autocast would have to convert all keys and values.
     return (
@@ -76,7 +76,7 @@ def may_attend(held: object) -> bool:
 
 
 def packed_attention(query: Tensor, held: Packed, scaling: float | None) -> Tensor:
-    """Compute the attention of one token per row to all packed keys and values.
+    """Compute the attention of one new token per row to all packed keys and values.
 
     Args:
         query: ``[batch, query_heads, 1, head_dim]``.

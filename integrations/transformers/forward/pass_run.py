@@ -50,7 +50,7 @@ from kvpolicy.selection import gather_slots
 
 
 class PassRun:
-    """A pass that is running, from the decoder's first layer to the last.
+    """One run of the decoder in progress: it prepares, observes and ends each layer.
 
     The layers of a model may be on several devices. Tensors about the tokens are on the device of
     the inputs. A layer's tensors, and its context, are on the device of its keys.
@@ -152,7 +152,7 @@ class PassRun:
         return hidden, self._attention.arguments(index, layer, hidden, kwargs)
 
     def _ask(self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> None:
-        """Find a layer's rotary embedding and output projection, if the policy needs them."""
+        """Find the rotary embedding and output projection of a layer for the policy."""
         assert self._probe is not None
         self._probe.enter(
             index,
@@ -180,7 +180,7 @@ class PassRun:
     def _enter_narrowed(
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Let the policy decide in a first run; return the arguments of the second."""
+        """Let the policy choose in a layer's first run; return the arguments of its second run."""
         here = self._reach.arguments(kwargs)
         valid = self._look(index, module, hidden, here)
         slots = self._going_on(index)
@@ -196,7 +196,7 @@ class PassRun:
     def _look(
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> Tensor | None:
-        """Run a layer until its queries are known and were observed.
+        """Run a layer just until its queries and keys are known and the policy has seen them.
 
         Returns:
             ``[batch, 1 or kv_heads, key_len]`` bool, which of its keys are tokens; None if all are.
@@ -219,7 +219,7 @@ class PassRun:
         raise AssertionError("the layer called no attention function")
 
     def _going_on(self, index: int) -> Tensor:
-        """Return the slots ``[batch, count]`` of the layer's tokens whose output is needed."""
+        """Return the indices ``[batch, count]`` of the tokens whose output is needed."""
         passed = self._take_passed()
         slots = self._reach.everything() if passed is None else passed
         if passed is not None:
@@ -231,7 +231,7 @@ class PassRun:
     def _end_stage(
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Run the stage's last layer until its queries are known, and end there."""
+        """End a pass inside its last layer, once the layer's queries and keys are known."""
         assert self.stage is not None
         valid = self._look(index, module, hidden, self._reach.arguments(kwargs))
         assert self.seen is not None
@@ -240,7 +240,7 @@ class PassRun:
         return self.stage.stub(index, hidden, kwargs)
 
     def _resume(self, index: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a layer inside which the previous stage ended."""
+        """Return the arguments to run the rest of a layer in which an earlier pass stopped."""
         assert self.made.stage is not None
         self._attention.narrowed = resumed = self.made.stage.resumed
         assert resumed is not None
@@ -255,7 +255,7 @@ class PassRun:
     def update(
         self, index: int, keys: Tensor, values: Tensor, module: nn.Module | None
     ) -> tuple[Tensor, Tensor]:
-        """Take a layer's new keys and values; return all that its attention must see.
+        """Add a layer's new keys and values; return all keys and values its attention must see.
 
         Args:
             index: Index of the layer.
@@ -285,7 +285,7 @@ class PassRun:
         return keys, values
 
     def _taken_in(self, layer: PolicyLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values of a layer; append the new ones, if the pass appends."""
+        """Return a layer's held and new keys and values; store the new ones if the pass appends."""
         if self._attention.packed:
             return Unpacked.pair(layer.append_packed(keys, values))
         if self._appends:
@@ -300,7 +300,7 @@ class PassRun:
         return keys, values
 
     def update_index(self, index: int, keys: Tensor) -> Tensor:
-        """Take a layer's new index keys; return all that its indexer must see."""
+        """Add a layer's new index keys; return all index keys that its indexer must see."""
         layer = self.layers[index]
         assert isinstance(layer, IndexedLayer)
         places = new_places(self.layers, self._reach.slots)
@@ -309,11 +309,11 @@ class PassRun:
         return layer.show_index(keys, places, self._masks.order)
 
     def note_state(self, index: int) -> None:
-        """Note that a layer reads or writes its state."""
+        """Note that a recurrent layer has used the cache, by reading or writing its state."""
         self._updated.add(index)
 
     def waits_for(self, keys: Tensor, *, own: bool) -> bool:
-        """True if an attention function is called with the keys that `update` returned.
+        """True if these keys are the ones that `update` gave to the layer that attends now.
 
         A module with latent attention computes its keys from the tensors it got, one key for each
         token; see `AttentionCallbacks`.
@@ -333,7 +333,7 @@ class PassRun:
         mask: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute a layer's attention, and observe its queries; see `AttentionCallbacks`.
+        """Compute a layer's attention and show the policy its queries; see `AttentionCallbacks`.
 
         Raises:
             PassEnded: The queries are all that was needed.
@@ -363,7 +363,7 @@ class PassRun:
     # After a layer, and after the last.
 
     def leave_layer(self, index: int, output: Any) -> Any:
-        """Return the layer's output, for the tokens that the next layer gets.
+        """Return a layer's output, cut to the tokens that the next layer gets.
 
         Raises:
             UnsupportedModelError: In a stage, the layer returns another tensor with an entry for
@@ -395,7 +395,7 @@ class PassRun:
         return (hidden, *others) if isinstance(output, tuple) else hidden
 
     def _take_passed(self) -> Tensor | None:
-        """Return the slots that the layer passes on, once; None for all.
+        """Return the indices of the tokens that the layer passes on, only once; None for all.
 
         The tokens that a stage passes on are left for the next stage.
         """
@@ -410,7 +410,7 @@ class PassRun:
         self.propagated[index] = self._reach.positions
 
     def finish(self) -> SeenTokens:
-        """Check that every layer used the cache; return the tokens seen now.
+        """Check that every layer used the cache; return the new record of seen tokens.
 
         Raises:
             UnsupportedModelError: A layer did not use the cache, as with gradient checkpointing.
@@ -435,7 +435,7 @@ class PassRun:
         return tokens
 
     def in_order(self, output: Any) -> Any:
-        """Return the decoder's output in the order of the input's columns; see `InputOrder`.
+        """Return the decoder's output with tokens in the order of the input; see `InputOrder`.
 
         The hidden states are those of the tokens that reached the end.
         """

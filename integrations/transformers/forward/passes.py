@@ -25,7 +25,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
 class KeyUse(enum.Enum):
-    """What becomes of the keys and values that a pass makes."""
+    """What a pass does with the keys and values it computes: append, select or discard."""
 
     APPEND = "append"  # layers hold them behind what they kept
     SELECT = "select"  # layers choose among them and what they hold
@@ -33,11 +33,11 @@ class KeyUse(enum.Enum):
 
 
 class PassEnded(Exception):  # noqa: N818 -- not an error: it ends a run early
-    """A signal that ends a run of a layer or of the decoder early, once its result is known."""
+    """A signal, raised as an exception, that ends a layer's or decoder's run early."""
 
 
 class PassState:
-    """The state of a running pass: its tokens, and which of them reach the current layer.
+    """The tokens of a running pass, and which of them reach the current layer.
 
     Args:
         call: What the forward asks for.
@@ -100,7 +100,7 @@ class PassState:
 
     @functools.cached_property
     def seen_len(self) -> tuple[int, ...]:
-        """The number of tokens seen in each row, the pass's tokens included."""
+        """The number of tokens seen in each row, the current pass's tokens included."""
         return tuple(self.tokens.lengths.tolist())
 
     def held_len(self, layer: PolicyLayer) -> tuple[int, ...] | None:
@@ -108,13 +108,13 @@ class PassState:
         return self.reach.seen_by(layer) if self.counts_held else None
 
     def rotary_of(self, layer: PolicyLayer) -> LayerRotary:
-        """Return the rotary embedding of a layer, in this pass."""
+        """Return the rotary embedding with which a layer rotates keys in this pass."""
         assert layer.facts.turns is not None
         return LayerRotary(layer.facts.turns, self.gapless)
 
 
 class AtQueries:
-    """A base class for what a pass does in each layer, once the layer's queries are known.
+    """A base class for what a pass does at each layer with the layer's queries and keys.
 
     By itself it does nothing. Its subclasses are `Ignore`, `Remember`, `Select`, `ChooseTokens`,
     `ScoreChunk` and `Bound`.
@@ -133,16 +133,16 @@ class AtQueries:
     passed: Tensor | None = None
 
     def begin(self, at: PassState) -> None:
-        """Prepare for a pass, before its first layer."""
+        """Prepare for a pass, before the decoder's first layer runs."""
 
     def waits(self) -> bool:
-        """True if layers must be observed even though they append their keys."""
+        """True if `observe` must be called in a pass that only appends keys."""
         return False
 
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:
-        """Use a layer's queries and keys.
+        """Use the queries and keys of one layer, for example to choose the tokens to keep.
 
         Args:
             at: The pass under way.
@@ -152,20 +152,20 @@ class AtQueries:
         """
 
     def drop(self, slots: Tensor) -> None:
-        """Note that a layer passes on only ``slots`` ``[batch, count]``, -1 on padding."""
+        """Note that a layer drops all tokens except ``slots`` ``[batch, count]``."""
 
     def finish(self, at: PassState) -> SeenTokens:
-        """Finish the pass after its last layer; return the tokens seen."""
+        """End a pass after its last layer; return the record of seen tokens."""
         return at.tokens
 
 
 class Ignore(AtQueries):
-    """Do nothing in the layers of a pass, whose tokens are only appended."""
+    """A pass's choice to do nothing at any layer but append the new keys and values."""
 
 
 @attrs.frozen(eq=False)
 class Pass:
-    """One run of the decoder.
+    """A plan for one run of the decoder: its tokens, and what to do with their keys.
 
     Args:
         incoming: Its tokens, and the decoder's arguments.
@@ -203,7 +203,7 @@ class Pass:
 
 
 def may_narrow(call: Call, made: Pass, masks: LayerMasks, keep_last: int | None) -> frozenset[int]:
-    """Return the layers of a pass that may be run for only some of their tokens.
+    """Return the indices of the layers that may compute output for only some of their tokens.
 
     Args:
         call: What the forward asks for.

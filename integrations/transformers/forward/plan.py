@@ -39,7 +39,7 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 
 @attrs.frozen(eq=False)
 class Arrival:
-    """A forward that is about to run, with all that decides its passes.
+    """A forward that is about to run, with all that decides which passes it takes.
 
     Args:
         call: What it asks for.
@@ -67,7 +67,7 @@ class Arrival:
     remember: Callable[[Chunks], None]
 
     def passes(self) -> Passes:
-        """Yield the passes of the forward in their order; one of them is the main one.
+        """Yield the passes of a forward in order; the main one is the model's own call.
 
         The caller sends the run of each pass, once it has ended.
         """

@@ -16,7 +16,7 @@ from kvpolicy.selection import gather_positions
 
 
 class ReachingTokens:
-    """The tokens of a pass that reach the current layer: all, until a layer drops some.
+    """A record of which tokens of a pass reach the current layer: all, until a layer drops some.
 
     All tensors are on the device of the pass's inputs.
 
@@ -55,11 +55,11 @@ class ReachingTokens:
         self._cut: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def token_axis(self, hidden: Tensor) -> int:
-        """Return the axis of tokens in hidden states, which follows the axis of rows."""
+        """Return the index of the token axis in a layer's hidden states."""
         return self._streams_axis if hidden.ndim == 4 else 1
 
     def check(self, module: nn.Module, hidden: Tensor) -> None:
-        """Check that the first layer gets exactly one hidden state for each token.
+        """Check that the first decoder layer gets exactly one hidden state for each token.
 
         If there are several streams of hidden states, their axis is before the rows or behind the
         tokens.
@@ -85,7 +85,7 @@ class ReachingTokens:
             )
 
     def arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Cut a layer's arguments ``kwargs``, made for all tokens, to the tokens that reach it."""
+        """Cut the arguments ``kwargs``, made for all tokens, to the tokens that reach the layer."""
         if self.slots is None:
             return kwargs
         known, self._cut = self._cut, {}  # layers mostly get the same tensors
@@ -102,12 +102,12 @@ class ReachingTokens:
         return found
 
     def taken(self, hidden: Tensor, slots: Tensor) -> Tensor:
-        """Take the hidden states of the tokens in ``slots`` ``[batch, count]``."""
+        """Return the hidden states of only the tokens in ``slots`` ``[batch, count]``."""
         axis = self.token_axis(hidden)
         return take_columns(hidden, slots, axis - 1, axis)
 
     def slots_in(self, hidden: Tensor) -> Tensor | None:
-        """Return the slots ``[batch, count]`` of the tokens in a layer's output; None for all.
+        """Return the indices of the tokens in a layer's output; None if it has all tokens.
 
         The output may be that of the last tokens only.
         """
@@ -118,7 +118,7 @@ class ReachingTokens:
         return None if self.count == count else ends.expand(self.valid.shape[0], -1)
 
     def everything(self) -> Tensor:
-        """Return the slots ``[batch, new_len]`` of all tokens that reach the layer.
+        """Return the indices ``[batch, new_len]`` of all tokens that reach the layer.
 
         They are counted among these tokens; -1 on padding.
         """
@@ -126,7 +126,7 @@ class ReachingTokens:
         return torch.where(self.valid, slots, -1)
 
     def pass_on(self, passed: Tensor) -> None:
-        """Keep only the tokens in ``passed`` ``[batch, count]`` for later layers, -1 on padding."""
+        """Drop all tokens but those in ``passed`` ``[batch, count]`` for the layers that follow."""
         self.positions = gather_positions(self.positions, passed)
         self.valid, self._cut = self.positions >= 0, {}
         self._lengths = tuple(self.valid.sum(dim=1).tolist())
@@ -135,7 +135,7 @@ class ReachingTokens:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The number of tokens that reach the layer, for each row."""
+        """The number of tokens in each row that reach the current layer."""
         if self._lengths is None:
             batch, new_len = self.valid.shape
             padded = self.padded
@@ -144,14 +144,14 @@ class ReachingTokens:
 
     @functools.cached_property
     def appended(self) -> tuple[int, ...]:
-        """The number of tokens that layers hold after the kept ones, for each row."""
+        """The number of tokens in each row that layers have appended since the last eviction."""
         appended: Tensor = self._before.appended
         if self._before.padded:
             return tuple((appended >= 0).sum(dim=1).tolist())
         return (appended.shape[1],) * len(appended)
 
     def seen_by(self, layer: PolicyLayer) -> tuple[int, ...] | None:
-        """Return how many tokens a layer sees, held and new ones; None if unknown.
+        """Return how many held and new tokens of each row a layer attends to; None if unknown.
 
         See `LayerContext.held_len`.
         """

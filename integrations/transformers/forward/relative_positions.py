@@ -17,7 +17,7 @@ from torch import Tensor
 
 @attrs.frozen(eq=False)
 class Columns:
-    """A record of the columns that the cache gives an attention module for queries and keys.
+    """A record of the input columns that the cache reports to an attention module.
 
     Keys are said to be in all columns seen, from 0 on. Rows may have different gaps, but a module
     takes one column for the queries of all rows: the largest one of any row.
@@ -32,13 +32,13 @@ class Columns:
 
     @property
     def query_offset(self) -> Tensor:
-        """The offset that a module adds to 0, 1, ... for its queries' columns: ``[query_len]``."""
+        """The numbers to add to 0, 1, ... to get the columns of the queries: ``[query_len]``."""
         return self.queries - torch.arange(len(self.queries), device=self.queries.device)
 
     def taken(
         self, arguments: dict[str, Any], queries: Tensor, keys: Tensor, query_heads: int
     ) -> dict[str, Any]:
-        """Cut an attention function's arguments for pairs to the keys that are held.
+        """Cut the biases for query-key pairs in attention arguments to the keys in the cache.
 
         Args:
             arguments: By name.

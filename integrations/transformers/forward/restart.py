@@ -24,7 +24,7 @@ from kvpolicy.selection import gather_positions
 
 
 def choosing_pass(model: ModelFacts, incoming: Incoming, features: AddedFeatures | None) -> Pass:
-    """Return the first pass over a prompt, which only chooses the tokens of the second pass.
+    """Make the first pass of a restarted prefill, which only chooses the tokens to read again.
 
     It ends inside the filter layer, once the queries and keys of that layer are known. The layer's
     attention and MLP are not computed, and no later layer is.
@@ -60,7 +60,7 @@ def choosing_pass(model: ModelFacts, incoming: Incoming, features: AddedFeatures
 
 
 def chosen_tokens(incoming: Incoming, chosen: Tensor | None, at: PassState) -> Incoming:
-    """Return the chosen tokens, at rotary positions that follow the row's without a gap.
+    """Return the chosen tokens as the second pass's input, at rotary positions without gaps.
 
     Args:
         incoming: The tokens of the first pass.

@@ -35,7 +35,7 @@ from kvpolicy.selection import compress, gather_positions, gather_slots
 
 
 class ScoreChunk(AtQueries):
-    """Score the keys of one chunk by the attention of its repeated tokens.
+    """Score the keys of one chunk of a prompt by the attention of the chunk's repeated tokens.
 
     Args:
         span: The first position of the chunk, and the position after its last one.
@@ -51,7 +51,7 @@ class ScoreChunk(AtQueries):
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:
-        """Score the layer's keys of the chunk."""
+        """Score a layer's keys of the chunk by the queries of the repeated tokens."""
         if index not in self._scored:
             return
         layer, scorer = at.layers[index], at.policy.scorer
@@ -84,7 +84,7 @@ class ScoreChunk(AtQueries):
     def _shown(
         self, policy: CachePolicy, held_len: int, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the slots of the keys that the scorer sees.
+        """Return the indices of the keys to show the scorer, and which of them are the chunk's.
 
         Returns:
             int64 ``[batch, kv_heads, count]``, padded with -1 on the left; and bool of the same
@@ -103,7 +103,7 @@ class ScoreChunk(AtQueries):
 
 @attrs.frozen(eq=False)
 class SecondReading:
-    """A second reading of a prompt that has been read whole.
+    """A second reading of a whole prompt, chunk by chunk, by which its keys are scored.
 
     Args:
         policy: A policy with a `Repetition`.
@@ -123,12 +123,12 @@ class SecondReading:
 
     @property
     def reading(self) -> Repetition:
-        """The settings of the second reading."""
+        """The policy's settings for reading the prompt a second time."""
         assert self.policy.rereading is not None
         return self.policy.rereading
 
     def passes(self, found: dict[int, Tensor]) -> Generator[Pass, object, None]:
-        """Yield one pass for each chunk.
+        """Yield one pass of the decoder for each chunk of the prompt that is read again.
 
         Args:
             found: See `ScoreChunk`.
@@ -153,7 +153,7 @@ class SecondReading:
             )
 
     def scored(self, found: Mapping[int, Tensor]) -> dict[int, DeferredKV]:
-        """Return the layers with the saliency found; it is 0 if no chunk was read."""
+        """Return the layers that wait to choose, with the scores found; 0 if no chunk was read."""
         scored = {}
         for index, each in self.waiting.items():
             undecided = each.undecided
@@ -166,7 +166,7 @@ class SecondReading:
         return scored
 
     def _inputs(self, start: int, stop: int) -> tuple[dict[str, Any], Tensor]:
-        """Return the decoder's arguments for a chunk, and which of its columns are tokens."""
+        """Return the decoder's arguments to read a chunk again, and which columns are tokens."""
         asked, overlap = self.reading.before(start)
         device = self.tokens.valid.device
         instruction, answer = (
@@ -211,7 +211,7 @@ class SecondReading:
 
 
 def _holding(waiting: DeferredKV, layer: PolicyLayer, tokens: SeenTokens) -> PolicyLayer:
-    """Make a layer that holds all keys among which a deferred layer will choose."""
+    """Make a layer that holds all the keys from which a waiting layer will later choose."""
     whole = PolicyLayer()
     slots = torch.arange(waiting.positions.shape[2], device=waiting.positions.device)
     everything = torch.where(waiting.positions >= 0, slots, -1)
@@ -225,7 +225,7 @@ def _holding(waiting: DeferredKV, layer: PolicyLayer, tokens: SeenTokens) -> Pol
 
 
 def check_layers(policy: CachePolicy, layers: list[PolicyLayer]) -> None:
-    """Check that all layers of a model can defer their selection.
+    """Check that all layers of a model can wait to choose until every layer is scored.
 
     Args:
         policy: A policy that `decides_later`.
@@ -258,7 +258,7 @@ def check_layers(policy: CachePolicy, layers: list[PolicyLayer]) -> None:
 
 
 def check_tokens(policy: CachePolicy, incoming: Incoming) -> None:
-    """Check that a prompt can be read again from its ids.
+    """Check that a prompt can be read again from its token ids: known, and without images.
 
     Raises:
         UnsupportedGenerationError: Its ids are unknown, or it has images.

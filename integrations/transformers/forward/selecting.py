@@ -28,7 +28,7 @@ from kvpolicy.selection import gather_positions, gather_slots
 
 @attrs.frozen(eq=False)
 class _Candidates:
-    """The keys of a layer, among which it chooses.
+    """The keys and values of one layer, from which the policy chooses what to keep.
 
     Args:
         keys: See `PolicyLayer.store`.
@@ -43,7 +43,7 @@ class _Candidates:
     context: LayerContext
 
     def deferred(self, decision: Decision, near: WindowSurvivors | None = None) -> DeferredKV:
-        """Return the layer in a form that chooses after all layers were scored."""
+        """Return a copy that chooses only after all layers have been scored."""
         undecided = decision.undecided
         assert undecided is not None
         undecided = undecided if near is None else undecided.among(near.short)
@@ -52,7 +52,7 @@ class _Candidates:
 
 
 class Select(AtEnd):
-    """Let each layer keep what the policy selects, and pass on what it propagates.
+    """Let the policy choose what each layer keeps and which tokens it passes on.
 
     Args:
         chunks: See `AtEnd`.
@@ -71,7 +71,7 @@ class Select(AtEnd):
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:
-        """Let the policy decide at a layer."""
+        """Let the policy choose what the layer keeps and which tokens it passes on."""
         layer, window = at.layers[index], at.masks.windows[index]
         layer.facts.query_heads, layer.facts.scores = inputs.queries.shape[1], inputs.scores
         if window is None and self._keeps_all(at, index, inputs, stored):
@@ -109,7 +109,7 @@ class Select(AtEnd):
     def _keep_window(
         self, at: PassState, layer: PolicyLayer, candidates: _Candidates, window: int
     ) -> None:
-        """Keep what a sliding window sees; choose in rows that are shorter than it."""
+        """Keep what a layer's sliding window sees; let the policy choose in shorter rows."""
         context = candidates.context
         near = WindowSurvivors.of(
             candidates.positions,
@@ -133,7 +133,7 @@ class Select(AtEnd):
         layer.store(*of_layer, near.kept(decision.kept), decision.state)
 
     def _choose(self, at: PassState, layer: PolicyLayer, candidates: _Candidates) -> None:
-        """Keep what the policy selects among all keys."""
+        """Keep what the policy selects from all keys of a layer."""
         context = candidates.context
         remembered = context.layer_idx in self.history.layers
         decision = self._decision(at, context, remembered=remembered)
@@ -166,7 +166,7 @@ class Select(AtEnd):
     def _decision(
         self, at: PassState, context: LayerContext, *, remembered: bool = False
     ) -> Decision:
-        """Let the policy decide at a layer.
+        """Return the policy's decision on what a layer keeps and passes on.
 
         If all tokens are passed on, the parts' answers are checked after all layers have run, since
         checking waits for the device.
@@ -191,7 +191,7 @@ class Select(AtEnd):
         kept: Tensor,
         counts: tuple[int, ...] | None,
     ) -> None:
-        """Store kept keys without gaps in their positions; see `PolicyLayer.store`."""
+        """Store kept keys, rotated to positions without gaps; see `PolicyLayer.store`."""
         if layer.facts.expands:
             raise UnsupportedModelError(
                 f"layer {candidates.context.layer_idx} must hold the keys that it attends to where "
@@ -211,7 +211,7 @@ class Select(AtEnd):
 
     @staticmethod
     def _with_carried(at: PassState, layer: PolicyLayer, context: LayerContext) -> LayerContext:
-        """Add the scorer's state to a context, with the queries of the last answer counted in."""
+        """Return the context with the scorer's state, updated by the last answer's queries."""
         decoding, observed = at.policy.decoding, layer.observed
         if decoding is None or not decoding.state_size or layer.held is None:
             return context
@@ -243,7 +243,7 @@ class Select(AtEnd):
         )
 
     def finish(self, at: PassState) -> SeenTokens:
-        """Check what the policy's parts have returned; see `AtQueries.finish`.
+        """Check the results of the policy's parts, and finish the pass; see `AtQueries.finish`.
 
         Under a ``gapless`` policy later tokens are read directly behind the tokens held.
 
@@ -260,7 +260,7 @@ class Select(AtEnd):
 
 
 class ChooseTokens(AtEnd):
-    """Choose the tokens on which a prefill restarts; layers hold nothing of this pass.
+    """Choose the tokens that a restarted prefill reads again, and store no keys.
 
     Args:
         layer: Index of the layer that chooses.
@@ -274,7 +274,7 @@ class ChooseTokens(AtEnd):
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:
-        """Choose at the filter layer; score earlier layers if the choice looks at them."""
+        """Choose tokens at the filter layer; score earlier layers if the choice needs it."""
         if index != self._layer and index not in self.history.layers:
             return
         context = self.context(at, index, inputs, stored)
@@ -293,7 +293,7 @@ class ChooseTokens(AtEnd):
 
 
 def passed_slots(passed_on: Tensor | None, context: LayerContext, at: PassState) -> Tensor | None:
-    """Return the slots that a layer passes on, on the device of the inputs; None for all."""
+    """Return the indices of the tokens that a layer passes on; None if it passes on all."""
     if passed_on is None:
         return None
     passed = passed_on.to(at.reach.valid.device)

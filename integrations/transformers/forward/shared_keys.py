@@ -13,7 +13,7 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 
 @attrs.frozen(eq=False)
 class SharedKeys:
-    """A record of the keys and the mask of a layer whose keys and values other layers use too.
+    """A record of the positions and the mask of keys that later layers reuse.
 
     Args:
         keys: ``[batch, 1 or kv_heads, key_len]`` int64 original positions, -1 on padding.
@@ -40,7 +40,7 @@ class SharedKeys:
         own: Tensor | None,
         mask: Mask,
     ) -> SharedKeys:
-        """Record a layer that is about to run.
+        """Record the keys and the mask of a layer that is about to run.
 
         Args:
             layer: The layer in the cache.
@@ -61,7 +61,7 @@ class SharedKeys:
         window: int | None,
         implementation: str,
     ) -> Mask:
-        """Return the mask of a layer that attends to these keys.
+        """Return the attention mask for a later layer that reuses these keys.
 
         Args:
             masks: The masks of the pass.

@@ -40,14 +40,14 @@ class PrefillStage:
     looks: bool = False
 
     def holds(self, index: int) -> bool:
-        """True if a layer belongs to the stage."""
+        """True if the layer with this index belongs to the stage."""
         return self.first <= index <= self.last
 
 
 def stages_of(
     policy: CachePolicy, num_layers: int, few_go_on: Callable[[int], bool]
 ) -> tuple[PrefillStage, ...]:
-    """Return the stages of a prompt in their order.
+    """Split a model's layers into ranges, each of which the same tokens of a prompt reach.
 
     Args:
         policy: A policy whose propagation drops tokens or restarts.
@@ -69,7 +69,7 @@ def stages_of(
 
 @attrs.frozen(eq=False)
 class StagePiece:
-    """A range of tokens that one pass reads in one stage.
+    """A plan of what one pass reads in one range of layers: its tokens and where they enter.
 
     Args:
         stage: The stage.

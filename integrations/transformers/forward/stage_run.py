@@ -20,7 +20,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
 class StageRun:
-    """The stage that a pass runs, and what it leaves for the next stage.
+    """A pass's run through one range of layers, with what it leaves for the next range.
 
     Args:
         piece: The stage, and the tokens of it that the pass reads.
@@ -55,7 +55,7 @@ class StageRun:
     def enter(
         self, index: int, hidden: Tensor, kwargs: dict[str, Any], own_block: Tensor | None
     ) -> tuple[Tensor, dict[str, Any], bool]:
-        """Return a layer's input and arguments, and whether it lies outside of the stage.
+        """Return a layer's input and arguments, and whether this pass leaves the layer out.
 
         Args:
             index: Index of the layer.
@@ -80,7 +80,7 @@ class StageRun:
         return states.to(hidden.device) if states is not None and entered else hidden, kwargs, False
 
     def check_output(self, index: int, hidden: Tensor, others: Sequence[Any]) -> None:
-        """Check that a layer returns no other tensor with an entry for each token.
+        """Check that a layer's extra outputs have no entry for each token.
 
         Raises:
             UnsupportedModelError: It does.
@@ -95,7 +95,7 @@ class StageRun:
     def stub(
         self, index: int, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the arguments of a layer outside of the stage: one token, which sees itself."""
+        """Return the arguments for a layer that this pass leaves out: only one token."""
         at, layer = self._at, self._at.layers[index]
         self.stubs[index] = held_by([layer])[0]
         if isinstance(layer, RecurrentLayer):
@@ -116,7 +116,7 @@ class StageRun:
         return hidden, here
 
     def end_inside(self, hidden: Tensor, seen: tuple[Tensor, Tensor], valid: Tensor | None) -> None:
-        """End the stage inside a layer, whose keys and values are ``seen``; see ``attended``.
+        """End the pass inside a layer, whose keys and values ``seen`` the next pass needs.
 
         Args:
             hidden: The layer's input.
@@ -133,7 +133,7 @@ class StageRun:
             raise PassEnded
 
     def end_behind(self, hidden: Tensor) -> None:
-        """End the stage after a layer, whose output is ``hidden``.
+        """End the pass after a layer, whose output ``hidden`` the next pass needs.
 
         Raises:
             PassEnded: The decoder runs for this stage only.
@@ -143,7 +143,7 @@ class StageRun:
             raise PassEnded
 
     def finish(self, tokens: SeenTokens) -> None:
-        """Update the layers' record of seen tokens, which is ``tokens`` after the pass.
+        """Restore the layers that the pass has left out, and update the record of seen tokens.
 
         Layers outside of the stage hold what they held: some have read their one token.
         """

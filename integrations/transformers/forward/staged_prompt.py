@@ -15,7 +15,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.frozen(eq=False)
 class StagedPrompt:
-    """A record of a prompt's chunks so far, which the stages after the first will read.
+    """A record of a prompt's chunks so far, which later layers read once the prompt ends.
 
     Args:
         stages: All stages of the prompt.
@@ -45,7 +45,7 @@ class StagedPrompt:
         states: Tensor | None,
         features: AddedFeatures | None,
     ) -> StagedPrompt:
-        """Return a record with one more chunk."""
+        """Return a copy of the record with one more chunk of the prompt."""
         return attrs.evolve(
             self,
             valid=(*self.valid, valid),

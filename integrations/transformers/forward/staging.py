@@ -47,7 +47,7 @@ _KINDS = (PolicyLayer, RecurrentLayer, EmptyLayer)
 
 
 def _why_whole(layer: PolicyLayer) -> str | None:
-    """Return why a layer cannot be skipped and run later; None if it can."""
+    """Return why a layer cannot be left out of a pass and run later; None if it can."""
     kinds: dict[type[PolicyLayer], str] = {
         SharedLayer: "borrows keys of another",
         IndexedLayer: "has an indexer",
@@ -64,7 +64,7 @@ def _why_whole(layer: PolicyLayer) -> str | None:
 
 @attrs.frozen(eq=False)
 class StagedPrefill:
-    """A prefill in chunks under a policy that drops tokens.
+    """A reader of a prompt in chunks under a policy that drops tokens between layers.
 
     Args:
         call: What the forward asks for.
@@ -84,7 +84,7 @@ class StagedPrefill:
         return self.call.model.restarts
 
     def begun(self, missing: int) -> Chunks:
-        """Return the record of a prompt of which no chunk was read.
+        """Return the record with which a prompt begins, before its first chunk is read.
 
         Args:
             missing: Number of columns of the prompt.
@@ -95,7 +95,7 @@ class StagedPrefill:
         return Chunks(self.call.model.policy.num_queries, staged=staged)
 
     def chunk(self, chunks: Chunks, missing: int) -> Pass:
-        """Return the pass over a chunk that does not end the prompt.
+        """Make the pass that reads a chunk after which more of the prompt follows.
 
         Args:
             chunks: The chunks before it.
@@ -118,7 +118,7 @@ class StagedPrefill:
         )
 
     def with_chunk(self, chunks: Chunks, run: PassRun) -> Chunks:
-        """Add the chunk to the record of chunks.
+        """Return the record of chunks with the current chunk, which ``run`` has read, added.
 
         Args:
             chunks: All chunks so far, this one included, but for its part in ``staged``.
@@ -133,7 +133,7 @@ class StagedPrefill:
         return attrs.evolve(chunks, staged=staged)
 
     def end(self, chunks: Chunks) -> Passes:
-        """Yield the passes of the end of the prompt, the last chunk included.
+        """Yield all passes that read the last chunk and so end the prompt.
 
         Args:
             chunks: The chunks before the last.
@@ -200,7 +200,7 @@ class StagedPrefill:
         return stages_of(model.policy, num_layers, narrows)
 
     def _check(self) -> None:
-        """Check that the prompt may be read in chunks.
+        """Check that the model and the call allow the prompt to be read in chunks.
 
         Raises:
             UnsupportedModelError: The model has layers that cannot be left out and resumed, makes
@@ -233,7 +233,7 @@ class StagedPrefill:
             )
 
     def _inputs(self, staged: StagedPrompt) -> dict[str, Tensor]:
-        """Return the decoder's inputs for a chunk's tokens; see `StagedPrompt`.
+        """Return the ids or embeddings of a chunk, and its position ids, as the decoder takes them.
 
         Raises:
             ValueError: See `check_positions`.

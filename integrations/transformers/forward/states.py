@@ -9,7 +9,7 @@ from kvpolicy.integrations.transformers.forward.inputs import Incoming
 
 
 def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
-    """Check that recurrent layers can read a forward's tokens after earlier ones.
+    """Check that recurrent layers can continue from their states with a forward's tokens.
 
     Args:
         incoming: The forward's tokens and those seen before.
@@ -44,7 +44,7 @@ def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
 
 
 def check_states_skip_nothing(valid: Tensor, started: Tensor) -> None:
-    """Check that recurrent layers read no padding after tokens they have read.
+    """Check that no recurrent layer would read padding after a row's tokens.
 
     A row that passes on fewer tokens than another, or restarts with fewer, is padded before these
     tokens.

@@ -31,7 +31,7 @@ IMPLEMENTATIONS = ("eager", "sdpa")
 
 @attrs.define(eq=False)
 class StaticKeys:
-    """A pair of buffers into which a layer's keys and values are written, one token at a time.
+    """A pair of fixed buffers for a layer's keys and values, written token by token.
 
     Args:
         keys: ``[batch, kv_heads, capacity, head_dim]``.
@@ -47,11 +47,11 @@ class StaticKeys:
 
     @property
     def capacity(self) -> int:
-        """The number of slots."""
+        """The number of tokens for which the buffers have slots."""
         return self.keys.shape[2]
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one token; return the whole buffers, whose unused slots the mask hides."""
+        """Write one token's keys and values; return the whole buffers, unused slots included."""
         self.keys.index_copy_(2, self.filled, keys)
         self.values.index_copy_(2, self.filled, values)
         self.filled.add_(1)
@@ -60,7 +60,7 @@ class StaticKeys:
 
 @attrs.define(eq=False)
 class StaticDecoding:
-    """A decoding of one answer; compiled code reads only ``layers`` and ``positions``.
+    """A decoding of one answer into fixed buffers, in steps that `generate` may compile.
 
     Args:
         layers: Every layer's buffers.
@@ -95,7 +95,7 @@ class StaticDecoding:
         left: int,
         decoding: DecodingEviction | None = None,
     ) -> StaticDecoding:
-        """Begin decoding from the layers of a prompt.
+        """Make the fixed buffers and masks for decoding after a prompt.
 
         Args:
             layers: The layers of the cache.
@@ -134,7 +134,7 @@ class StaticDecoding:
         return StaticDecoding(buffers, positions, masks, room, left, starts, choice)
 
     def advance(self, positions: Tensor, rotary: Tensor) -> None:
-        """Prepare the next token: its mask, its rotary position, and the slot of its query.
+        """Prepare the next decoding step: its masks, its rotary position, and its query's slot.
 
         Args:
             positions: ``[batch, 1]``, its original positions.
@@ -148,19 +148,19 @@ class StaticDecoding:
         self.steps += 1
 
     def follow(self, layers: list[PolicyLayer], tokens: SeenTokens) -> None:
-        """Tell the layers that one more token is written; ``tokens`` are the ones seen now."""
+        """Count one more token as written in all layers; ``tokens`` is the new token record."""
         for layer in layers:
             layer.written(tokens)
 
     def unwritten(self) -> int:
-        """Count the tokens of the last steps that not every layer has written."""
+        """Count the last tokens whose keys not every layer has written."""
         device = self.layers[0].filled.device
         filled = torch.stack([each.filled.to(device) for each in self.layers])
         written = filled - torch.tensor(self.starts, device=device)[:, None]
         return self.steps - int(written.min())
 
     def read_queries(self, layers: list[PolicyLayer], seen: int) -> None:
-        """Copy the queries of the steps so far to the layers.
+        """Copy the queries of the decoding steps so far from the buffers to the layers.
 
         ``seen`` is the number of columns seen.
         """
@@ -168,7 +168,7 @@ class StaticDecoding:
             self.choice.read(layers, self.steps, seen)
 
     def go_on(self, layers: list[PolicyLayer], tokens: SeenTokens) -> bool:
-        """Load the slots that the layers have just chosen into the same buffers.
+        """Continue in the same buffers with the slots that the layers have just kept, if they fit.
 
         Args:
             layers: The layers of the cache, with memory of their own.
@@ -206,7 +206,7 @@ class StaticDecoding:
 def before_decoder(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Replace a decoder's rotary positions, if a restart has left tokens out.
+    """Hook before the decoder: replace the rotary positions, if a restart has left tokens out.
 
     Raises:
         UnsupportedGenerationError: The call does not come from `generate`.
@@ -228,7 +228,7 @@ def before_decoder(
 
 @attrs.frozen
 class BeforeLayer:
-    """A hook that gives a decoder layer its own mask.
+    """A hook before a decoder layer that gives the layer its own mask while decoding.
 
     Args:
         index: Index of the layer.
@@ -240,14 +240,14 @@ class BeforeLayer:
 
     @staticmethod
     def of(index: int, layer: nn.Module) -> BeforeLayer:
-        """Make the hook of a layer."""
+        """Make the hook for one decoder layer."""
         names = list(inspect.signature(type(layer).forward).parameters)[1:]  # after self
         return BeforeLayer(index, tuple(names))
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Replace ``attention_mask`` by the layer's own mask."""
+        """Replace the argument ``attention_mask`` by the layer's own mask."""
         given = {**dict(zip(self.names, args, strict=False)), **(kwargs or {})}
         static = _static_of(given)
         if static is None:

@@ -17,7 +17,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.define(eq=False)
 class StaticMask:
-    """A mask of the next token over the slots of one layer, or of several equal layers.
+    """The attention mask with which the next token sees the cache slots of one or more layers.
 
     It is written to between two steps, outside of compiled code.
 
@@ -36,7 +36,7 @@ class StaticMask:
     def of(
         layer: PolicyLayer, capacity: int, implementation: str, dtype: torch.dtype
     ) -> StaticMask:
-        """Make the mask of a layer that sees all its slots."""
+        """Make the mask with which the next token sees all slots that a layer holds."""
         held, length = layer.positions, layer.kept_len
         assert held is not None
         visible = torch.ones(1, 1, length, dtype=torch.int64, device=held.device)
@@ -55,7 +55,7 @@ class StaticMask:
         implementation: str,
         dtype: torch.dtype,
     ) -> StaticMask:
-        """Make the mask of a layer that sees a sliding window."""
+        """Make the mask with which the next token sees a layer's sliding window."""
         held, length = layer.positions, layer.kept_len
         assert held is not None
         own = tokens.lengths.to(held.device)[:, None]
@@ -66,7 +66,7 @@ class StaticMask:
         return StaticMask(mask, length, (seen, implementation))
 
     def advance(self, step: int) -> None:
-        """Update the mask for the token of a step, counted from 0."""
+        """Update the mask so that the token of decoding step ``step`` sees its own slot too."""
         if self.window is not None:
             first, implementation = self.window
             seen = attrs.evolve(first, queries=first.queries + step)
@@ -78,7 +78,7 @@ class StaticMask:
 
 @attrs.define(eq=False)
 class StaticMasks:
-    """A set of the masks of all layers.
+    """The attention masks with which the next token sees the cache slots of every layer.
 
     Layers that hold equal numbers of tokens, without padding, share one mask.
 
@@ -99,7 +99,7 @@ class StaticMasks:
         capacities: Sequence[int],
         room: int,
     ) -> StaticMasks:
-        """Make the masks of the next token.
+        """Make the masks with which the next decoded token sees the slots of every layer.
 
         Args:
             layers: The layers of the cache.
@@ -126,16 +126,16 @@ class StaticMasks:
         return StaticMasks(list(found.values()), [places[kind] for kind in kinds])
 
     def of_layer(self, index: int) -> StaticMask:
-        """Return the mask of a layer."""
+        """Return the mask with which the next token sees one layer's slots."""
         return self.masks[self.places[index]]
 
     def advance(self, step: int) -> None:
-        """Update all masks for the token of a step, counted from 0."""
+        """Update all layers' masks for the token of decoding step ``step``, counted from 0."""
         for mask in self.masks:
             mask.advance(step)
 
     def take(self, others: StaticMasks) -> bool:
-        """Copy other masks into the same memory; return False if their shapes or sharing differ."""
+        """Overwrite the masks by ``others`` in the same memory; return False if they do not fit."""
         pairs = list(zip(self.masks, others.masks, strict=False))
         if self.places != others.places or not all(
             own.mask.ndim == new.mask.ndim

@@ -21,7 +21,7 @@ DecoderHook = Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]
 
 
 class LayerCallbacks(Protocol):
-    """A protocol for one forward, as the hooks on layers see it."""
+    """A protocol for a running forward, with what the hooks on decoder layers call."""
 
     def enter_layer(
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
@@ -30,18 +30,18 @@ class LayerCallbacks(Protocol):
 
     @property
     def pending(self) -> object | None:
-        """The keys and values that wait for a call of a layer's attention function; or None."""
+        """The keys and values given to a layer whose attention has not been called yet; or None."""
 
     @property
     def cuts(self) -> bool:
-        """True if layers' outputs may have to be cut."""
+        """True if the forward may drop tokens, so that layers' outputs must be cut."""
 
     def leave_layer(self, index: int, output: Any) -> Any:
-        """Return the layer's output for the tokens that the next layer gets."""
+        """Return a layer's output, cut to the tokens that the next layer gets."""
 
 
 class ModelCallbacks(Protocol):
-    """A protocol for the object that hooks report a model's calls to: the cache's dispatcher."""
+    """A protocol for the object that a model's hooks call: the dispatcher of a cache."""
 
     @property
     def policy(self) -> CachePolicy:
@@ -49,11 +49,11 @@ class ModelCallbacks(Protocol):
 
     @property
     def may_drop(self) -> bool:
-        """True if the next forward may drop tokens."""
+        """True if the policy may drop tokens between layers in the next forward."""
 
     @property
     def may_evict(self) -> bool:
-        """True if the policy acts on the next forward and may keep fewer tokens than there are."""
+        """True if the policy acts on the next forward and may leave tokens out of the cache."""
 
     @property
     def is_static(self) -> bool:
@@ -61,7 +61,7 @@ class ModelCallbacks(Protocol):
 
     @property
     def run(self) -> LayerCallbacks | None:
-        """The current run of the decoder; None without one."""
+        """The current run of the decoder; None if the decoder is not running."""
 
     def begin_call(self, keep_last: int | None) -> None:
         """Begin a call of the model, which runs the decoder and then a head.
@@ -70,23 +70,23 @@ class ModelCallbacks(Protocol):
         """
 
     def note_call(self, arguments: Mapping[str, Any], kinds: Tensor | None) -> None:
-        """Remember the arguments of a module around the decoder, and its tokens' ``kinds``."""
+        """Remember the arguments of a module that calls the decoder, and its tokens' ``kinds``."""
 
     def end_call(self, *, failed: bool) -> None:
-        """Finish a call of the model, or undo it if it failed."""
+        """Finish a call of the model; undo the call if it failed."""
 
     def begin_forward(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Begin a forward of the decoder; return the arguments to run it with."""
+        """Begin a forward of the decoder; return the arguments to run the decoder with."""
 
     def finish_forward(self, output: Any) -> Any:
-        """Finish a forward of the decoder; return its output."""
+        """Finish a forward of the decoder; return the output that the decoder must give."""
 
     def fail_forward(self) -> None:
-        """Undo a forward of the decoder that failed."""
+        """Undo everything that a failed forward of the decoder has changed in the cache."""
 
 
 class _Hooks:
-    """A base class for hooks; on a copy of the model, their copies do nothing."""
+    """A base class for hooks, whose copies on a copied model do nothing."""
 
     cache: Cache
 
@@ -103,7 +103,7 @@ class _Hooks:
 
 
 class LayerHooks(_Hooks):
-    """The hooks on one decoder layer, which act for one cache.
+    """The hooks before and after one decoder layer, which act for one cache.
 
     Args:
         cache: The cache.
@@ -119,7 +119,7 @@ class LayerHooks(_Hooks):
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Cut the layer's arguments to the tokens that reach it."""
+        """Hook before a layer: cut its arguments to the tokens that reach it."""
         if not _carries(self.cache, args, kwargs):
             return None
         # Some models pass all arguments but the input by keyword, others do not.
@@ -140,7 +140,7 @@ class LayerHooks(_Hooks):
         return run
 
     def after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        """Cut the layer's output to the tokens that the next layer gets."""
+        """Hook after a layer: cut its output to the tokens that the next layer gets."""
         if len(rest) < 2 or not _carries(self.cache, args, rest[0]):
             return None
         run = self._run()
@@ -156,7 +156,7 @@ class LayerHooks(_Hooks):
 
 
 class Attachment(_Hooks):
-    """A set of hooks on a model that act only on calls that carry one cache.
+    """The hooks that attach one cache to a model, and act only on calls with this cache.
 
     Several caches, several models and calls without a cache do not affect each other. `detach`
     leaves no hook and no attribute on the model.
@@ -177,7 +177,7 @@ class Attachment(_Hooks):
         self._observed: list[nn.Module] = []
 
     def attach(self) -> None:
-        """Register the hooks; remove all of them again if that fails."""
+        """Register all hooks on the model; remove them again if this fails."""
         self.detach()
         try:
             for attention in filter(None, self.parts.attentions):
@@ -209,7 +209,7 @@ class Attachment(_Hooks):
 
     @property
     def alone(self) -> bool:
-        """True if no other cache is attached, whose hooks would be compiled too."""
+        """True if no other cache is attached to the model, so that decoding may be compiled."""
         return all(users_of(attention) == 1 for attention in filter(None, self.parts.attentions))
 
     def decode(
@@ -219,7 +219,7 @@ class Attachment(_Hooks):
         *,
         observes: bool = False,
     ) -> None:
-        """Replace the hooks by the ones for a decoding that may be compiled.
+        """Replace all hooks by those for decoding steps that may be compiled.
 
         Args:
             before_decoder: The hook before the decoder; it uses the cache that the call carries.
@@ -238,7 +238,7 @@ class Attachment(_Hooks):
         ]
 
     def detach(self) -> None:
-        """Remove all hooks, so that the model is as before."""
+        """Remove all hooks, which leaves the model as it was before."""
         for handle in self._handles:
             handle.remove()
         for attention in self._routed:
@@ -249,7 +249,7 @@ class Attachment(_Hooks):
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Watch the calls of another module around the same decoder too, inside the block."""
+        """Hook another model around the same decoder too, for the length of a `with` block."""
         if model in self._outer:
             yield
             return
@@ -274,7 +274,7 @@ class Attachment(_Hooks):
     def before_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Refuse calls that need logits of dropped tokens; note which logits are asked for."""
+        """Hook before the model: begin its call; refuse it if it needs dropped tokens' logits."""
         if not self._carries_cache(args, kwargs):
             return
         arguments = by_name(module, args, kwargs)
@@ -307,13 +307,13 @@ class Attachment(_Hooks):
     def before_between(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Remember the mask that a module between the model and its decoder gets."""
+        """Hook before a module that calls the decoder: remember its mask and its tokens' kinds."""
         if self._carries_cache(args, kwargs):
             arguments = by_name(module, args, kwargs)
             self.listener.note_call(arguments, self.parts.kinds_of(arguments))
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        """Finish a call of the model, or undo it.
+        """Hook after the model: finish its call, or undo the call if it failed.
 
         It may have failed after the decoder, in the head.
         """
@@ -323,13 +323,13 @@ class Attachment(_Hooks):
     def before_decoder(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Begin a forward that carries the cache."""
+        """Hook before the decoder: begin a forward if the call carries the cache."""
         if not self._carries_cache(args, kwargs):
             return None
         return (), self.listener.begin_forward(by_name(module, args, kwargs))
 
     def after_decoder(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        """Finish a forward, or undo it if it failed and has no output."""
+        """Hook after the decoder: finish the forward, or undo it if it failed."""
         if len(rest) < 2 or not self._carries_cache(args, rest[0]):
             return None
         if rest[1] is None:

@@ -26,14 +26,14 @@ _MASKS = "create_masks_for_generate"
 
 
 def types_in(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the arguments of a call that give the types of its tokens, by name."""
+    """Return a call's arguments for token types, such as ``token_type_ids``, by name."""
     named = ((name, arguments.get(name)) for name in _TYPES)
     return {name: each for name, each in named if isinstance(each, Tensor)}
 
 
 @attrs.frozen(eq=False)
 class Cuts:
-    """A table of the columns at which a prompt may be cut into chunks.
+    """A table of the input columns at which a prompt may be cut into chunks.
 
     Args:
         forbidden: ``[columns + 1]`` bool, True if a token before a column sees that column or a
@@ -43,7 +43,7 @@ class Cuts:
     forbidden: Tensor
 
     def around(self, column: int) -> tuple[int, int | None]:
-        """Return the nearest allowed columns at or before ``column``, and after it.
+        """Return the nearest columns where a cut is allowed: up to ``column``, and after it.
 
         The second one is None if no later allowed column is known: nothing is known behind the last
         column.
@@ -53,7 +53,7 @@ class Cuts:
         return max(each for each in allowed if each <= column), min(behind, default=None)
 
     def refused(self, column: int, seen: int) -> UnsupportedModelError:
-        """Return the error that refuses a cut at a column.
+        """Make the error that refuses to cut a prompt at a column, and names columns to use.
 
         Args:
             column: The column.
@@ -69,7 +69,7 @@ class Cuts:
         )
 
     def check_size(self, size: int, seen: int) -> None:
-        """Check that no chunk of a prompt ends at a forbidden column.
+        """Check that chunks of ``size`` columns never end where a cut is forbidden.
 
         Args:
             size: Columns of a chunk.
@@ -98,7 +98,7 @@ class Cuts:
 
 
 def cuts_of(model: Any, arguments: Mapping[str, Any], valid: Tensor, seen: int) -> Cuts | None:
-    """Find where a prompt may be cut, from the arguments of a model's call.
+    """Find where a prompt may be cut into chunks; None if token types do not restrict it.
 
     Args:
         model: The model.
@@ -140,7 +140,7 @@ def cuts_of(model: Any, arguments: Mapping[str, Any], valid: Tensor, seen: int) 
 
 
 class _Masks:
-    """A cache of the masks that a model makes for sequences of token types.
+    """A cache of the masks that a model makes for short sequences of token types.
 
     Args:
         model: The model.
@@ -155,7 +155,7 @@ class _Masks:
         self._made: dict[tuple[int, ...], Tensor] = {}
 
     def sees(self, types: list[int]) -> Tensor:
-        """Return which tokens see which, as bool; each of the types given has two tokens."""
+        """Return which tokens see which as a bool matrix, with two tokens for each given type."""
         key = tuple(types)
         if key not in self._made:
             self._made[key] = self._sees(torch.tensor(types).repeat_interleave(2)[None])
@@ -180,7 +180,7 @@ class _Masks:
         return sees
 
     def forbid(self, forbidden: Tensor, types: list[int], columns: list[int]) -> None:
-        """Mark the columns at which one row must not be cut.
+        """Mark the columns in ``forbidden`` before which one row must not be cut.
 
         Args:
             forbidden: See `Cuts`.

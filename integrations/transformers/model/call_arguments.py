@@ -13,7 +13,7 @@ from torch import nn
 def by_name(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the arguments of a call by name."""
+    """Return all arguments of a module's call by their parameter names."""
     bound = signature(type(module).forward).bind_partial(module, *args, **(kwargs or {}))
     arguments = dict(bound.arguments)
     arguments.update(arguments.pop("kwargs", {}))
@@ -23,5 +23,5 @@ def by_name(
 
 @functools.lru_cache(maxsize=32)
 def signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function, looked up only once."""
+    """Return a function's signature, cached after the first call."""
     return inspect.signature(function)

@@ -56,7 +56,7 @@ _verdicts: dict[tuple[str, ...], Verdict] = {}  # earlier results, by class and 
 
 @attrs.frozen
 class Finding:
-    """The result of the check for one kind of policy.
+    """The self-check's result for one kind of policy: its error, or why it cannot be used.
 
     Args:
         error: The largest difference of logits of a token, the median over the tokens of a row, the
@@ -84,7 +84,7 @@ CARES = (
 
 @attrs.frozen
 class Verdict:
-    """The result of the self-check: which policies a model can be used with.
+    """The result of a model's self-check: which kinds of policies can be used with the model.
 
     Args:
         tested: Whether the library's tests cover its family.
@@ -100,11 +100,11 @@ class Verdict:
 
     @property
     def reasons(self) -> int:
-        """The number of findings that refuse a policy."""
+        """The number of policy kinds, out of evicting and dropping, that the self-check refuses."""
         return sum(each.reason is not None for each in (self.evicting, self.dropping))
 
     def check(self, policy: CachePolicy, num_layers: int) -> None:
-        """Refuse a policy that the model cannot be used with.
+        """Raise an error if the self-check has found that the model does not work with a policy.
 
         Raises:
             UnsupportedModelError: The policy is refused; the message says why.
@@ -126,7 +126,7 @@ class Verdict:
 def verdict_of(
     model: nn.Module, parts: ModelParts, make_cache: MakeCache, *, fresh: bool = False
 ) -> Verdict:
-    """Check a model, or return the earlier result for its class and configuration.
+    """Run the self-check on a model, or return an earlier result for an equal model.
 
     Families that the library's tests cover are not checked.
 
@@ -184,14 +184,14 @@ def _tried(
 
 
 def _own_modules(parts: ModelParts) -> list[str]:
-    """Return the classes of all modules in layers with an attention function of their own."""
+    """Return the names of all module classes in layers whose attention cannot be observed."""
     layers = [parts.layers[i] for i in parts.attending if parts.attentions[i] is None]
     kinds = {type(each) for layer in layers for each in layer.modules()}
     return sorted(f"{each.__module__}.{each.__qualname__}" for each in kinds)
 
 
 def _positions(model: Any, row: Tensor, dtype: torch.dtype) -> dict[str, bool]:
-    """Find how a model counts positions; see `ModelQuirks.counts` and `ModelQuirks.placed`.
+    """Find out whether a model counts positions from 0 itself, or must be given them.
 
     Args:
         model: The model.
@@ -219,7 +219,7 @@ def _positions(model: Any, row: Tensor, dtype: torch.dtype) -> dict[str, bool]:
 def _with_continuing(
     model: nn.Module, parts: ModelParts, make_cache: MakeCache, verdict: Verdict
 ) -> ModelQuirks:
-    """Return the verdict's shortcuts, with ``continues`` as found by a test.
+    """Return the model's quirks, with ``continues`` set by a test on a recurrent state.
 
     The test reads several tokens at once behind a recurrent state.
     """
@@ -232,7 +232,7 @@ def _with_continuing(
 
 
 def _continues(model: Any, parts: ModelParts, cache: Any) -> bool:
-    """True if a row read in two chunks gives the same last hidden states as in one."""
+    """True if a recurrent model gives the same output for a row read in two chunks as in one."""
     decoder: Any = parts.decoder
     first, second = _rows(parts)
     whole = torch.cat([first, second])
@@ -273,7 +273,7 @@ def _found(model: nn.Module, parts: ModelParts, cache: Any) -> Finding:
 
 
 def _compared(model: nn.Module, parts: ModelParts, cache: Any) -> Finding:
-    """Check a padded batch, and one row without padding, for which layers may get no mask."""
+    """Compare a policy's logits with dense attention's, in a padded batch and in a single row."""
     quirks = _checking.get()
     rows = _rows(parts)
     batches = [rows, rows[:1]] if quirks is None or quirks.pads else [rows[:1]]
@@ -308,7 +308,7 @@ def _of_batch(model: nn.Module, parts: ModelParts, cache: Any, rows: list[Tensor
 def _of_row(
     model: nn.Module, parts: ModelParts, cache: Any, row: int, found: Tensor, ids: Tensor
 ) -> Finding:
-    """Compare the logits read of a row with the logits of dense attention.
+    """Compare one row's logits under a policy with those of masked dense attention.
 
     Args:
         model: The model.
@@ -356,7 +356,7 @@ def _of_row(
 
 
 def _rows(parts: ModelParts) -> list[Tensor]:
-    """Draw rows of random token ids, without ids of images and other special tokens."""
+    """Draw rows of random token ids for the self-check, without special tokens."""
     config, size = parts.config, parts.config.vocab_size
     whole: Any = parts.model
     special = {
@@ -373,7 +373,7 @@ def _rows(parts: ModelParts) -> list[Tensor]:
 
 
 def _places_given() -> bool:
-    """True if the current check gives the model positions."""
+    """True if the running self-check gives the model position ids."""
     quirks = _checking.get()
     return quirks is not None and quirks.placed
 
@@ -387,7 +387,7 @@ def _reads_text(model: Any, row: Tensor) -> bool:
 
 
 def _read(model: nn.Module, cache: Any, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Read rows and decode; return logits and decoded ids.
+    """Read rows with the cache and decode; return the logits and the decoded ids.
 
     They are ``[batch, 1 + DECODED, vocab]`` and ``[batch, 1 + DECODED]``.
     """
@@ -416,7 +416,7 @@ def _valid(row: Tensor, longest: int) -> Tensor:
 
 
 def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Read rows and decode as `_read` does, for a model without `generate`.
+    """Read rows and decode as `_read` does, but without the model's `generate`.
 
     It returns hidden states in place of logits.
     """
@@ -436,15 +436,15 @@ def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Te
 
 
 def _dtype(parts: ModelParts) -> torch.dtype:
-    """Return the dtype of the weights, since logits may have been converted."""
+    """Return the dtype of the model's weights, from which rounding errors are estimated."""
     return next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
 
 
 def _rounding(dtype: torch.dtype, want: Tensor) -> float:
-    """Return how far apart two equal logits of this size may be through rounding."""
+    """Return how far apart equal logits may be because of rounding."""
     return ROUNDING.get(dtype, OTHER_ROUNDING) * max(float(want.abs().max()), 1e-3)
 
 
 def _apart(found: Tensor, want: Tensor) -> float:
-    """Return the largest difference of a token's logits, as the median over the tokens."""
+    """Return each token's largest difference between two outputs, as the median over tokens."""
     return float(statistics.median((found - want).abs().amax(dim=-1).tolist()))

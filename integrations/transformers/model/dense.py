@@ -33,7 +33,7 @@ def dense_outputs(
     *,
     placed: bool = False,
 ) -> Tensor:
-    """Return a model's outputs for one row, with each layer's attention restricted by a mask.
+    """Return a model's dense outputs for one row, with each layer's attention under a given mask.
 
     Args:
         model: The model, or its decoder.
@@ -96,7 +96,7 @@ def _dense(parts: ModelParts) -> Iterator[None]:
 
 @contextmanager
 def _given_mask(layer: nn.Module, index: int, implementation: str) -> Iterator[None]:
-    """Give a layer with its own attention function a mask of the tokens it may see.
+    """Give a layer with its own attention a mask of the tokens it may see, in a `with` block.
 
     These tokens are never later than the query, so that the model's own causal mask adds nothing.
     """
@@ -126,7 +126,7 @@ def _given_mask(layer: nn.Module, index: int, implementation: str) -> Iterator[N
 
 @contextmanager
 def _reading_some(layer: nn.Module, index: int) -> Iterator[None]:
-    """Run a module without attention only on the tokens that reach it.
+    """Run a module without attention only on the tokens that reach it, in a `with` block.
 
     Its output is 0 for the other tokens, which nothing reads. Calls of other threads pass through.
     """
@@ -162,13 +162,13 @@ def _reading_some(layer: nn.Module, index: int) -> Iterator[None]:
 
 
 def _there(index: int) -> Tensor | None:
-    """Return the tokens ``[len]`` that reach a layer, as bool; None outside of a check."""
+    """Return which tokens reach a layer, ``[len]`` bool; None outside of the self-check."""
     reaching = _reaching.get()
     return None if reaching is None else reaching[index]
 
 
 def _spread(value: Any, there: Tensor) -> Any:
-    """Put outputs ``[1, count, ...]`` of some tokens back into the whole row, 0 elsewhere."""
+    """Put outputs ``[1, count, ...]`` of the reaching tokens back into the row, 0 elsewhere."""
     if not isinstance(value, Tensor) or value.ndim < 3 or value.shape[1] != int(there.sum()):
         return value
     whole = value.new_zeros(value.shape[0], len(there), *value.shape[2:])
@@ -177,7 +177,7 @@ def _spread(value: Any, there: Tensor) -> Any:
 
 
 def _cut(value: Any, there: Tensor) -> Any:
-    """Cut an argument of a layer to some of the row's tokens."""
+    """Cut an argument of a layer to the tokens of the row that reach it."""
     if isinstance(value, tuple):
         return tuple(_cut(part, there) for part in value)
     if not isinstance(value, Tensor) or value.ndim < 2:
@@ -189,7 +189,7 @@ def _cut(value: Any, there: Tensor) -> Any:
 
 
 class _Picked:
-    """A runner for layers whose indexer picks keys: it runs them on the visible tokens only.
+    """A runner of layers with an indexer, which runs them on only the visible tokens.
 
     A mask would not be enough, since the indexer could pick hidden tokens. So the output of each
     token comes from a run of the layer over exactly the tokens that this token sees.
@@ -202,7 +202,7 @@ class _Picked:
 
     @contextmanager
     def among_what_is_seen(self, parts: ModelParts, index: int) -> Iterator[None]:
-        """Replace a layer's output for each token by that of its own run, inside the block.
+        """Compute each token's output by a layer run on what it sees, in a `with` block.
 
         Calls of other threads pass through.
         """
@@ -251,7 +251,7 @@ class _Picked:
 
 
 def _runs(see: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the tokens of each run ``[len]`` bool, and the tokens whose output it gives.
+    """Yield the runs of a layer: the tokens that each reads, and those whose output it gives.
 
     Args:
         see: ``[len, len]`` bool: True if a token (first axis) sees another (second axis).
@@ -267,7 +267,7 @@ def _runs(see: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class _Dense:
-    """An attention function: the module's own eager one, under the mask set for its layer.
+    """An attention function: the module's eager one, under the mask that the check sets.
 
     Args:
         index: Index of the layer.
@@ -279,7 +279,7 @@ class _Dense:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend under the model's own ``mask`` and the layer's mask together."""
+        """Attend under both the model's own ``mask`` and the layer's mask in the check."""
         eager, see = routing.eager_function(module), _visible.get()
         assert see is not None
         visible = see[self.index].to(query.device)
@@ -299,7 +299,7 @@ class _Dense:
 def visible_to(
     layers: Sequence[tuple[Tensor, list[int]]], windows: Sequence[int | None], prompt: int, end: int
 ) -> list[Tensor]:
-    """Return which tokens every token of a row sees in every layer, after a policy has acted.
+    """Return which tokens each token of a row sees in every layer, after a policy has acted.
 
     Args:
         layers: For each layer the positions kept of the prompt, ``[kv_heads, kept]``, -1 on empty
@@ -334,7 +334,7 @@ def visible_to(
 def reaching_by_layer(
     layers: Sequence[tuple[Tensor, list[int]]], prompt: int, end: int
 ) -> list[Tensor]:
-    """Return the tokens that reach every layer: some of the prompt, and all later ones.
+    """Return which tokens of a row reach each layer, after a policy has dropped some.
 
     Args:
         layers: See `visible_to`.
@@ -353,7 +353,7 @@ def reaching_by_layer(
 
 
 def left_by(cache: Any, row: int, prompt: int) -> list[tuple[Tensor, list[int]]]:
-    """Return, by layer, the kept positions of a row's prompt, and the ones that reached it."""
+    """Return, by layer, which prompt positions of a row were kept, and which reached it."""
     reached = list(range(prompt))
     found: list[tuple[Tensor, list[int]]] = []
     for index, layer in enumerate(cache.layers):

@@ -27,7 +27,7 @@ _INNER = ("language_model", "text_model", "decoder", "model", "transformer")
 
 
 def find_decoder(model: Any) -> nn.Module:
-    """Find the module that runs the decoder layers one after the other.
+    """Find the module in a model that runs the decoder layers one after the other.
 
     Raises:
         UnsupportedModelError: No such module is found, or it is compiled.
@@ -48,7 +48,7 @@ def find_decoder(model: Any) -> nn.Module:
 
 
 def _without_layers(model: nn.Module) -> str:
-    """Return why no list of decoder layers was found in a model."""
+    """Return why a model is refused in which no list of decoder layers was found."""
     if not takes_cache(model):
         return (
             "model must take past_key_values, the cache in which a policy chooses, but "
@@ -69,7 +69,7 @@ def _without_layers(model: nn.Module) -> str:
 
 
 def _reading_tokens(model: nn.Module, module: nn.Module) -> nn.Module:
-    """Return the innermost module, ``module`` or one around it, that takes tokens or embeddings.
+    """Return the innermost module, from ``module`` outwards, that takes ids or embeddings.
 
     Models like BERT embed the tokens before they call the module that has the layers.
     """
@@ -95,7 +95,7 @@ def _takes_tokens(module: nn.Module) -> bool:
 
 
 def _candidates(model: Any) -> Iterator[nn.Module]:
-    """Yield the modules that may be the decoder, the likeliest first."""
+    """Yield the modules of a model that may be its decoder, the likeliest first."""
     seen: set[int] = set()
     queue: list[Any] = [model]
     while queue:
@@ -113,7 +113,7 @@ def _candidates(model: Any) -> Iterator[nn.Module]:
 
 
 def modules_between(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
-    """Return the modules between a model and its decoder, on the path of a call.
+    """Return the modules on the call path between a model and its decoder.
 
     The model and the decoder are not included.
     """
@@ -123,7 +123,7 @@ def modules_between(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
 
 
 def placeholders_of(model: Any) -> dict[int, TokenKind]:
-    """Return the ids of placeholders for image, video or audio features, with their kind."""
+    """Return the token ids that stand for image, video or audio features, with their kind."""
     config = getattr(model, "config", None)
     found = {}
     for kind in (TokenKind.IMAGE, TokenKind.VIDEO, TokenKind.AUDIO):
@@ -135,7 +135,7 @@ def placeholders_of(model: Any) -> dict[int, TokenKind]:
 
 
 def check_uncompiled(module: nn.Module) -> None:
-    """Check that a module was not given to `torch.compile`, since it gets hooks."""
+    """Check that a module was not compiled by `torch.compile`, where hooks have no effect."""
     if (
         isinstance(module, torch._dynamo.OptimizedModule)
         or module._compiled_call_impl is not None
@@ -148,7 +148,7 @@ def check_uncompiled(module: nn.Module) -> None:
 
 
 def layer_list(decoder: Any) -> nn.ModuleList | None:
-    """Find the list of a decoder's layers, which has the length that its configuration says."""
+    """Return a decoder's list of layers, recognised by the length in its configuration."""
     config = getattr(decoder, "config", None)
     count = getattr(config, "num_hidden_layers", None)
     for module in decoder.children():
@@ -167,7 +167,7 @@ def layers_within(decoder: nn.Module) -> list[nn.Module]:
 
 
 def attending_in_turn(decoder: nn.Module) -> list[nn.Module]:
-    """Return the attention modules in order, or none unless there is one for each layer.
+    """Return a decoder's attention modules in order, if there is one for each of its layers.
 
     The number of layers is that of the configuration, and the modules must count them from 0.
     """
@@ -184,7 +184,7 @@ def _calls_interface(module: nn.Module) -> bool:
 
 
 def find_attention(layer: nn.Module, index: int) -> nn.Module | None:
-    """Find the one module of a layer that calls Transformers' attention; None if there is none.
+    """Find the one module of a layer that calls Transformers' attention; None if it has none.
 
     Raises:
         UnsupportedModelError: Several modules do.
@@ -206,7 +206,7 @@ def find_attention(layer: nn.Module, index: int) -> nn.Module | None:
 
 
 def _is_of_layer(module: nn.Module, index: int) -> bool:
-    """True if a module belongs to its layer.
+    """True if a module's layer index fits the layer, or the module has none.
 
     A module whose weights several layers share has no index.
     """
@@ -220,7 +220,7 @@ def _is_cross(layer: nn.Module, attention: nn.Module) -> bool:
 
 
 def stateful_parts(module: nn.Module, attention: nn.Module | None) -> Iterator[nn.Module]:
-    """Yield the modules inside a layer that take the cache and do not attend.
+    """Yield the modules in a layer that take the cache but do not attend.
 
     Args:
         module: The layer.
@@ -236,7 +236,7 @@ def stateful_parts(module: nn.Module, attention: nn.Module | None) -> Iterator[n
 
 
 def check_holds_states(layer: nn.Module, index: int, attention: nn.Module | None) -> None:
-    """Check that a recurrent layer keeps its states in the cache.
+    """Check that a recurrent layer keeps its states in the cache, not in the model.
 
     Raises:
         UnsupportedModelError: It keeps them in the model.
@@ -250,7 +250,7 @@ def check_holds_states(layer: nn.Module, index: int, attention: nn.Module | None
 
 
 def takes_own_caches_only(decoder: nn.Module) -> bool:
-    """True if a decoder's signature asks for a cache class defined in its own module."""
+    """True if a decoder's type annotations ask for a cache class defined by its own module."""
     parameter = signature(type(decoder).forward).parameters.get("past_key_values")
     named = None if parameter is None else parameter.annotation
     known = (named, *typing.get_args(named))

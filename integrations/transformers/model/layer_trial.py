@@ -18,18 +18,18 @@ FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, Value
 
 
 class Enough(Exception):  # noqa: N818 -- not an error: it ends a run early
-    """A signal that ends a layer's run once all that is needed has been seen."""
+    """A signal, raised as an exception, that ends a trial run once it has shown what is needed."""
 
 
 def near(found: Tensor, wanted: Tensor) -> bool:
-    """True if two tensors are equal up to rounding."""
+    """True if two tensors are equal up to rounding errors."""
     tolerance = max(1e-3, 4 * torch.finfo(wanted.dtype).eps) * float(wanted.abs().max())
     return bool((found.float() - wanted.float()).abs().max() <= tolerance)
 
 
 @attrs.frozen(eq=False)
 class LayerTrial:
-    """A layer that is about to run, with its arguments for a few tokens.
+    """A trial run of a decoder layer on a few tokens, just before its real run.
 
     Args:
         index: Index of the layer.
@@ -50,7 +50,7 @@ class LayerTrial:
     embeddings: Any
 
     def states(self, embeddings: Callable[[Any], Any]) -> tuple[Tensor, Tensor]:
-        """Return the layer's queries and keys under a changed rotary embedding.
+        """Return the layer's queries and keys when it is given another rotary embedding.
 
         ``embeddings`` is a function that makes it from the layer's own.
         """
@@ -68,7 +68,7 @@ class LayerTrial:
         return found[0], found[1]
 
     def check_finite(self) -> None:
-        """Check that the layer's queries and keys are finite numbers.
+        """Check that the layer computes queries and keys without NaN or infinity.
 
         Raises:
             ValueError: Some are NaN or infinite.
@@ -82,7 +82,7 @@ class LayerTrial:
         )
 
     def projection(self) -> OutputProjection | None:
-        """Find the output projection of all heads, even after a gate; None if there is none."""
+        """Find the output projection of the heads, even after a gate; None if there is none."""
         drawn: list[Tensor] = []
         taken: list[tuple[nn.Module, Tensor]] = []
         generator = torch.Generator().manual_seed(0)

@@ -13,7 +13,7 @@ _OF_ATTENTION = ("causal_mask", "causal", "attention_mask")
 
 @attrs.frozen
 class MaskArguments:
-    """The names of two masks of a layer: of the keys that queries see, and of the padding.
+    """The argument names of a hybrid layer's two masks: its attention's and its recurrence's.
 
     Args:
         attention: Name of the attention's mask.
@@ -27,7 +27,7 @@ class MaskArguments:
 
     @staticmethod
     def of(arguments: Mapping[str, Any]) -> MaskArguments:
-        """Find the names among a layer's arguments."""
+        """Find the names of the two masks among a hybrid layer's arguments."""
         both = arguments.get("attention_mask")
         names = [name for name in arguments if name.endswith("mask")]
         if isinstance(both, dict):
@@ -37,14 +37,14 @@ class MaskArguments:
         return MaskArguments(attention, states, isinstance(both, dict))
 
     def taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments with only the attention's mask, as ``attention_mask``."""
+        """Return the layer's arguments with its attention mask as the only ``attention_mask``."""
         masks = arguments["attention_mask"] if self.together else arguments
         others = {name: each for name, each in arguments.items() if name not in self.states}
         others.pop(self.attention, None)
         return {**others, "attention_mask": masks.get(self.attention)}
 
     def given(self, arguments: Mapping[str, Any], of_states: Any) -> dict[str, Any]:
-        """Return the layer's own form of the arguments of `taken`, with a mask for its states."""
+        """Return `taken` arguments in the layer's own form, with a mask for its states added."""
         others = {name: each for name, each in arguments.items() if name != "attention_mask"}
         masks = {
             self.attention: arguments["attention_mask"],

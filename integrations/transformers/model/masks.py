@@ -29,20 +29,20 @@ Places = TypeVar("Places", Tensor, int)
 
 
 class Chunk(int):
-    """A length of chunks, in a field that otherwise holds a sliding window.
+    """The length of attention chunks, in a field that usually holds a sliding window.
 
     A token then sees the tokens of its own chunk. Chunks begin at multiples of their length.
     """
 
 
 def first_seen(places: Places, window: int) -> Places:
-    """Return the first place that tokens at ``places`` see: in their window, or in their chunk."""
+    """Return the first place that a token at ``places`` sees through its window or chunk."""
     return places - places % window if isinstance(window, Chunk) else places - window + 1
 
 
 @attrs.frozen(eq=False)
 class OwnVisibility:
-    """A part of the model's own mask: which tokens of a forward see which others of it.
+    """The part of the model's own mask that says which new tokens of a forward see each other.
 
     It decides among the new tokens of a forward, for example where the tokens of an image see later
     ones. Which held tokens a new token sees is decided by positions.
@@ -62,7 +62,7 @@ class OwnVisibility:
 
     @staticmethod
     def block_of(mask: Any, columns: Tensor, order: Tensor | None) -> Tensor | None:
-        """Return the block of new tokens in a layer's own mask, if a token sees a later one.
+        """Return the new tokens' part of a layer's own mask; None if this part is causal.
 
         Args:
             mask: The layer's mask, ``[batch or 1, 1, new_len, columns]``, bool or added to scores;
@@ -90,7 +90,7 @@ class OwnVisibility:
         return block.gather(2, order[:, None, :].expand(-1, new_len, -1))
 
     def over(self, visible: Tensor, query_heads: int) -> Tensor:
-        """Return ``visible`` with its entries for new keys replaced by the model's own mask.
+        """Return ``visible`` with the model's own mask in its entries for new keys.
 
         ``visible`` is ``[batch, 1 or query_heads, query_len, key_len]``.
         """
@@ -108,7 +108,7 @@ class OwnVisibility:
 
 @attrs.frozen(eq=False)
 class Visibility:
-    """A rule for which keys a query sees: keys at or before its own place, inside its window.
+    """A rule for the keys that a query sees: those up to its own place, inside its window.
 
     Padding is never seen.
 
@@ -129,7 +129,7 @@ class Visibility:
     own: OwnVisibility | None = None
 
     def mask(self, implementation: str, dtype: torch.dtype) -> Mask:
-        """Make the mask in the form that an attention implementation needs.
+        """Make the attention mask in the form that the attention implementation needs.
 
         Args:
             implementation: One of `IMPLEMENTATIONS`.

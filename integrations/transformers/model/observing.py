@@ -25,7 +25,7 @@ OBSERVED = "kvpolicy_observed"
 
 
 class ObservedConfig:
-    """A module's configuration with another attention function, fit for compilation.
+    """A module's configuration that names `observed_attention`, and that can be compiled.
 
     Args:
         config: The module's own configuration.
@@ -52,10 +52,10 @@ class ObservedConfig:
 
 
 class QueryRing(Protocol):
-    """A protocol for the object that receives the queries of a step that may be compiled."""
+    """A protocol for the buffer that receives the queries of compiled decoding steps."""
 
     def write(self, queries: Tensor, mask: Tensor, values: Tensor | None) -> Tensor | None:
-        """Store the queries of one token, ``[batch, query_heads, 1, head_dim]``.
+        """Store one token's queries, ``[batch, query_heads, 1, head_dim]``.
 
         Args:
             queries: Queries of the token.
@@ -70,7 +70,7 @@ class QueryRing(Protocol):
 
 
 def observed_by(mask: Tensor, ring: QueryRing) -> Tensor:
-    """Store on a mask the object that receives the queries; return the mask.
+    """Attach the buffer for a layer's queries to the layer's mask; return the mask.
 
     An attention function gets no cache; the mask is the only argument that comes from one.
     """
@@ -79,7 +79,7 @@ def observed_by(mask: Tensor, ring: QueryRing) -> Tensor:
 
 
 def observe(attention: Any) -> None:
-    """Make an attention module call `observed_attention`; `unobserve` undoes it.
+    """Make an attention module call `observed_attention`, until `unobserve` undoes it.
 
     Raises:
         UnsupportedModelError: See `route`.
@@ -99,7 +99,7 @@ def observe(attention: Any) -> None:
 
 
 def unobserve(attention: Any) -> None:
-    """Undo one `observe`; the last one leaves the module as it was."""
+    """Undo one `observe` of an attention module; the last one restores the module."""
     with lock:
         routed = attention.config if isinstance(attention.config, RoutedConfig) else None
         own = attention.config if routed is None else routed.original
@@ -119,7 +119,7 @@ def observed_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Give the queries to the object that the mask names, then call the module's own function."""
+    """Store the queries in the buffer attached to the mask, then attend as the module would."""
     attend = module.config.attend
     ring = getattr(attention_mask, "_kvpolicy_ring", None)
     if ring is not None and attention_mask is not None:

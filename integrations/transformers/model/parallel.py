@@ -19,7 +19,7 @@ from kvpolicy.heads import Heads, HeadShare
 
 @attrs.frozen(eq=False)
 class ProcessHeads(HeadShare):
-    """A description of the heads of a layer that this process computes.
+    """A description of which of a layer's heads this process computes.
 
     Args:
         share: See `HeadShare`.
@@ -30,7 +30,7 @@ class ProcessHeads(HeadShare):
     group: Any
 
     def exchange(self, tensor: Tensor) -> list[Tensor]:
-        """Gather a tensor from all processes of the group; see `HeadShare.exchange`."""
+        """Gather a tensor from all processes that share the layer; see `HeadShare.exchange`."""
         tensor = tensor.detach().contiguous()
         found = [torch.empty_like(tensor) for _ in range(self.shares)]
         distributed.all_gather(found, tensor, group=self.group)
@@ -39,7 +39,7 @@ class ProcessHeads(HeadShare):
 
 @attrs.frozen(eq=False)
 class HeadSharding:
-    """A description of how attention weights are spread over processes; by default they are not.
+    """A description of how a layer's attention heads are spread over processes, if they are.
 
     Args:
         share: Index of the process in the group.
@@ -55,7 +55,7 @@ class HeadSharding:
 
     @staticmethod
     def of(attention: nn.Module, config: Any, tp_size: int = 1) -> HeadSharding:
-        """Find how the parameters of a module are spread.
+        """Find how an attention module's parameters are spread over processes.
 
         Args:
             attention: The attention module.
@@ -79,7 +79,7 @@ class HeadSharding:
         )
 
     def heads(self, query_heads: int) -> Heads:
-        """Return where the heads of a layer are, given the number of query heads seen here.
+        """Return which of a layer's heads this process has, by how many query heads it computes.
 
         The number must be seen in a forward, since a plan may spread the weights and still bring
         all heads to every process.

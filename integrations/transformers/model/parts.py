@@ -37,7 +37,7 @@ from kvpolicy.policy import CachePolicy
 
 
 class ModelParts:
-    """A model taken apart into the modules that a cache attaches to.
+    """A model taken apart into decoder, layers and attention modules, for a cache to attach to.
 
     Args:
         model: A decoder-only language model of Transformers, with or without its head.
@@ -109,7 +109,7 @@ class ModelParts:
 
     @property
     def implementation(self) -> str:
-        """The attention implementation, which may change between two forwards.
+        """The name of the model's attention implementation, which may change between forwards.
 
         Raises:
             UnsupportedModelError: The form of its masks is not known.
@@ -125,24 +125,24 @@ class ModelParts:
 
     @property
     def plain_scores(self) -> bool:
-        """True if attention is a softmax of products, without a softcap or sinks."""
+        """True if all layers' attention is a plain softmax, without a softcap or sinks."""
         capped = getattr(self.config, "attn_logit_softcapping", None) is not None
         own = filter(None, self.attentions)
         return not capped and not any(hasattr(each, "sinks") for each in own)
 
     @property
     def num_layers(self) -> int:
-        """The number of decoder layers."""
+        """The number of decoder layers in the model."""
         return len(self.layers)
 
     @property
     def max_positions(self) -> int | None:
-        """The number of positions that the model says it has; None if it does not say."""
+        """The largest number of positions that the model supports; None if it does not say."""
         stated = getattr(self.config, "max_position_embeddings", None)
         return None if not isinstance(stated, int) else int(stated * stretch(self.config))
 
     def kinds_of(self, arguments: Mapping[str, Any]) -> Tensor | None:
-        """Return the kind of each token of a call.
+        """Return the `TokenKind` of each token of a call, such as text or image.
 
         Args:
             arguments: Arguments of the model's call, by name.
@@ -161,7 +161,7 @@ class ModelParts:
 
     @property
     def eligible(self) -> list[int]:
-        """The layers after which tokens may be dropped in a context of any length.
+        """The indices of the layers after which a policy may drop tokens in any context.
 
         They see the whole context, and no later layer uses slots that their indexer picked. If
         there are none, all layers that see the whole context are returned, or else all that attend.
@@ -174,19 +174,19 @@ class ModelParts:
         return free or whole or attending
 
     def _lends(self, index: int) -> bool:
-        """True if a later layer uses slots picked by an indexer of this or an earlier layer."""
+        """True if a later layer uses the slots that an indexer up to this layer has picked."""
         later = (kind for kind in self.kinds[index + 1 :] if isinstance(kind, Indexed))
         following = next(later, None)
         return following is not None and following.borrows
 
     @property
     def shows_queries(self) -> bool:
-        """True if the queries of every layer that attends can be seen."""
+        """True if the queries of every attending layer can be observed."""
         return all(self.attentions[index] is not None for index in self.attending)
 
     @property
     def passes_on(self) -> bool:
-        """True if every layer's output has one entry for each token, so that some may be dropped.
+        """True if each layer's output has one entry per token, so that tokens may be dropped.
 
         It is False if attention modules are used as layers, since the model adds something to their
         output.
@@ -196,16 +196,16 @@ class ModelParts:
 
     @property
     def attending(self) -> list[int]:
-        """The layers that have keys, values and queries of their own."""
+        """The indices of the layers that have queries, keys and values of their own."""
         return [index for index, kind in enumerate(self.kinds) if kind.attends]
 
     @property
     def holds_states(self) -> bool:
-        """True if some layer carries a state from token to token."""
+        """True if some layer carries a recurrent state from token to token."""
         return any(kind.states for kind in self.kinds)
 
     def device_of(self, index: int) -> torch.device:
-        """Return the device on which a layer computes.
+        """Return the device on which a layer of the model computes.
 
         Offloaded weights have no device before the layer runs. Then the device is that of a buffer
         of the decoder, such as that of its rotary embedding, or of another parameter. Without any
@@ -218,7 +218,7 @@ class ModelParts:
 
     @property
     def causal(self) -> bool:
-        """True if a token without a mask sees no later token.
+        """True if a token in a layer without a mask sees no later token.
 
         Otherwise a layer without a mask sees all of a first prompt, as in PaliGemma, which reads an
         image and its prompt in both directions.
@@ -227,7 +227,7 @@ class ModelParts:
         return all(getattr(each, "is_causal", True) for each in own)
 
     def check_padding(self, quirks: ModelQuirks) -> None:
-        """Check that padding a row does not change how the model reads it.
+        """Check that padding does not change how the model reads a row.
 
         Raises:
             UnsupportedModelError: Padding changes it.
@@ -241,7 +241,7 @@ class ModelParts:
             )
 
     def check_queries(self, policy: CachePolicy) -> None:
-        """Check that a policy needs no queries if those of some layer cannot be observed.
+        """Check that a policy can work without queries if some layer's cannot be observed.
 
         Raises:
             UnsupportedModelError: It needs queries.
@@ -250,7 +250,7 @@ class ModelParts:
             unseen.check_policy(self.model, policy)
 
     def check_policy(self, policy: CachePolicy, context_len: int) -> None:
-        """Check that a policy can act on a context of this length.
+        """Check that a policy can act on a context of this length in this model.
 
         Raises:
             UnsupportedModelError: The policy drops tokens after a layer that cannot see them all,
@@ -286,7 +286,7 @@ class ModelParts:
             )
 
     def _check_gapless(self, policy: CachePolicy) -> None:
-        """Check that every layer has full attention, without queries scaled by position.
+        """Check that every layer has plain full attention, as a policy that closes gaps needs.
 
         Only then can its keys be rotated to other positions.
         """
@@ -302,7 +302,7 @@ class ModelParts:
                 )
 
     def check_logits(self, policy: CachePolicy, keep_last: int | None) -> None:
-        """Check that a policy that drops tokens can act if only some logits are asked for.
+        """Check that a policy that drops tokens can act when only some logits are asked for.
 
         Args:
             policy: A policy that drops tokens.
@@ -320,7 +320,7 @@ class ModelParts:
             )
 
     def check_rows(self, policy: CachePolicy, rows: int, context_len: int) -> None:
-        """Check that a policy that drops tokens can act on several rows at a time.
+        """Check that a policy that drops tokens can act on this many rows at a time.
 
         Raises:
             UnsupportedModelError: Attention scales a query by its column, which is one number for
@@ -335,7 +335,7 @@ class ModelParts:
             )
 
     def _check_acting(self, policy: CachePolicy, acting: frozenset[int]) -> None:
-        """Check that a policy drops tokens only after layers that allow it.
+        """Check that a policy drops tokens only after layers where this is possible.
 
         Such a layer attends by itself, and its indexer does not pick slots for a later layer.
         """

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 def linear_modules(layer: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a layer that multiply by a matrix, in any storage format."""
+    """Yield the linear modules of a layer, whatever the storage format of their weights."""
     for module in layer.modules():
         if hasattr(module, "in_features") or isinstance(module, Conv1D):
             yield module
@@ -20,7 +20,7 @@ def linear_modules(layer: nn.Module) -> Iterator[nn.Module]:
 
 @attrs.frozen(eq=False)
 class OutputProjection:
-    """A layer's output projection.
+    """The output projection of an attention layer, whose weights a scorer may read.
 
     Args:
         module: The module that is applied to the concatenated outputs of the heads.
@@ -33,7 +33,7 @@ class OutputProjection:
     value_dim: int
 
     def weight(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the weights ``[query_heads, value_dim, hidden]``.
+        """Return the projection's weights, by query head: ``[query_heads, value_dim, hidden]``.
 
         They are a view where they are held as a plain tensor. If they are quantised, adapted or not
         in memory, they are computed: the module is applied to each channel alone, which gives a new
@@ -52,7 +52,7 @@ class OutputProjection:
         return matrix.reshape(self.query_heads, self.value_dim, -1)
 
     def _plain(self) -> Tensor | None:
-        """Return the weights ``[channels, hidden]``; None if they are not a plain tensor."""
+        """Return the weights ``[channels, hidden]``; None if they are quantised or offloaded."""
         weight: Any = getattr(self.module, "weight", None)
         if type(self.module) not in (nn.Linear, Conv1D) or weight.is_meta:
             return None

@@ -7,7 +7,7 @@ import attrs
 
 @attrs.frozen
 class ModelQuirks:
-    """A set of flags for shortcuts that are right on nearly all models.
+    """A set of flags for shortcuts in a model's forwards that are right for nearly all models.
 
     If the self-check finds wrong results on a model, it tries again without some shortcuts, and
     keeps the set of flags with the fewest faults. What is still wrong is refused.

@@ -18,7 +18,7 @@ ROUNDING = 1e-3
 
 @attrs.frozen(eq=False)
 class RotaryChannels:
-    """A description of how a layer rotates its queries and keys.
+    """A description of how a layer rotates its queries and keys: channels and frequencies.
 
     Args:
         frequencies: float32 ``[pairs]``, the angle per position of each pair of channels.
@@ -32,7 +32,7 @@ class RotaryChannels:
     channels: Tensor
 
     def turned(self, states: Tensor, places: Tensor, *, back: bool = False) -> Tensor:
-        """Rotate states to places; with ``back``, undo that rotation.
+        """Rotate queries or keys to positions ``places``; with ``back``, undo such a rotation.
 
         States are ``[batch, heads, length, head_dim]``, places ``[batch, heads or 1, length]``.
         """
@@ -53,7 +53,7 @@ class RotaryChannels:
 
 @attrs.frozen(eq=False)
 class Gapless:
-    """A map from original positions to the positions at which a restarted prefill reads.
+    """A map from tokens' original positions to those at which a restarted prefill reads them.
 
     Args:
         positions: ``[batch, count]`` int64, the original positions of the tokens read, ascending;
@@ -65,7 +65,7 @@ class Gapless:
     start: Tensor
 
     def places(self, positions: Tensor) -> Tensor:
-        """Return the places of the tokens with these original positions.
+        """Return the positions at which the tokens at these original positions are read.
 
         Both are ``[batch, heads or 1, length]``. A token that was left out gets the place of the
         last token before it that was read.
@@ -82,7 +82,7 @@ class Gapless:
 
 @attrs.frozen(eq=False)
 class LayerRotary(RotaryEmbedding):
-    """A rotary embedding of one layer in one forward.
+    """A rotary embedding of one layer, as scorers use it to rotate keys and queries.
 
     Args:
         turns: How the layer rotates.
@@ -107,7 +107,7 @@ class LayerRotary(RotaryEmbedding):
 
 @attrs.frozen
 class Form:
-    """A format in which a model gives cosines and sines to its layers.
+    """A tensor layout in which a model gives its layers the cosines and sines of rotary angles.
 
     Args:
         name: ``halves``: all cosines (or sines), then all again; ``pairs``: each one twice in a
@@ -117,7 +117,7 @@ class Form:
     name: str
 
     def given(self, cos: Tensor, sin: Tensor, like: Any) -> Any:
-        """Return cosines and sines ``[batch, length, pairs]`` in this format.
+        """Return cosines and sines ``[batch, length, pairs]`` in this layout.
 
         Args:
             cos: float32.
@@ -140,7 +140,7 @@ FORMS = tuple(map(Form, ("halves", "pairs", "once", "complex")))
 def frequencies_of(
     decoder: nn.Module, given: Any, places: Tensor, valid: Tensor
 ) -> tuple[Tensor, float, Form] | None:
-    """Find the frequencies of a layer's rotary embedding among the ones in the model.
+    """Find which frequencies in a model give the rotary embedding that a layer gets.
 
     Args:
         decoder: The layer's decoder.
@@ -182,7 +182,7 @@ def _alike(made: Tensor, given: Tensor, valid: Tensor, tolerance: float) -> bool
 
 
 def _candidates(decoder: nn.Module) -> Iterator[tuple[Tensor, float]]:
-    """Yield the frequencies that modules of a decoder hold, each with its scale."""
+    """Yield the rotary frequencies that a decoder's modules hold, each with its scale."""
     for module in decoder.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name.endswith("inv_freq") and buffer.ndim == 1:
@@ -192,7 +192,7 @@ def _candidates(decoder: nn.Module) -> Iterator[tuple[Tensor, float]]:
 
 
 def channels_of(pairs: int, head_dim: int, fits: Callable[[Tensor], bool]) -> Tensor | None:
-    """Find which channels of a head are rotated together, by trying the usual pairings.
+    """Find which channels of a head are rotated as pairs, by trying the usual layouts.
 
     Args:
         pairs: Number of pairs.
@@ -213,7 +213,7 @@ def channels_of(pairs: int, head_dim: int, fits: Callable[[Tensor], bool]) -> Te
 
 
 def _parameters(config: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rotary parameters of a configuration, of all layers or of each kind of layer."""
+    """Yield the rotary settings in a configuration, of all layers or of each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         found = getattr(config, name, None)
         if isinstance(found, dict):
@@ -222,17 +222,17 @@ def _parameters(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def has_axes(config: Any) -> bool:
-    """True if rotary positions have several axes."""
+    """True if a model's rotary positions have several axes, as for images."""
     return any("mrope_section" in each for each in _parameters(config))
 
 
 def changes_with_length(config: Any) -> bool:
-    """True if rotary frequencies depend on the length of the context."""
+    """True if a model's rotary frequencies depend on the length of the context."""
     kinds = [str(each.get("rope_type", each.get("type"))) for each in _parameters(config)]
     return any("dynamic" in kind or kind == "longrope" for kind in kinds)
 
 
 def stretch(config: Any) -> float:
-    """Return by which factor rotary positions may exceed the stated maximum; at least 1."""
+    """Return the factor, at least 1, by which rotary scaling extends a model's positions."""
     factors = [each.get("factor") for each in _parameters(config)]
     return max([1.0, *(float(each) for each in factors if isinstance(each, (int, float)))])

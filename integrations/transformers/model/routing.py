@@ -44,7 +44,7 @@ Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
 @attrs.frozen
 class Scores:
-    """The settings by which attention turns products into scores; see `LayerContext`."""
+    """The settings by which attention turns query-key products into scores."""
 
     scaling: float
     softcap: float | None = None
@@ -53,7 +53,7 @@ class Scores:
 
 @attrs.frozen(eq=False)
 class AttentionInputs:
-    """The arguments of an attention function.
+    """The queries, keys and values that an attention function gets, and its score settings.
 
     Args:
         queries: ``[batch, query_heads, query_len, head_dim]``.
@@ -69,7 +69,7 @@ class AttentionInputs:
 
 
 def without_queries(query_heads: int, keys: Tensor, values: Tensor) -> AttentionInputs:
-    """Make the inputs of an attention function that cannot be seen: keys and values only.
+    """Make the inputs of an attention that cannot be observed, with keys and values only.
 
     Args:
         query_heads: Number of query heads of the layer, 0 if unknown.
@@ -83,10 +83,10 @@ def without_queries(query_heads: int, keys: Tensor, values: Tensor) -> Attention
 
 
 class AttentionCallbacks(Protocol):
-    """A protocol for a forward that needs the queries of a layer to which it gave keys."""
+    """A protocol for a forward that waits for the queries of a layer's attention."""
 
     def waits_for(self, keys: Tensor, *, own: bool) -> bool:
-        """True if an attention function with ``keys`` is called for the layer that waits.
+        """True if these keys are the ones that the forward has given to the waiting layer.
 
         Args:
             keys: Keys that the function was given.
@@ -103,7 +103,7 @@ class AttentionCallbacks(Protocol):
         mask: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute a layer's attention, and use its queries.
+        """Compute a layer's attention, and show its queries to the policy.
 
         Args:
             index: Index of the layer.
@@ -134,7 +134,7 @@ lock = threading.Lock()  # held while a module's configuration is replaced
 
 
 class RoutedConfig:
-    """A module's configuration with another attention function.
+    """A module's configuration that names `routed_attention` as its attention function.
 
     While the attention function runs, it reads the original name here.
     """
@@ -160,7 +160,7 @@ class RoutedConfig:
 
 
 def route(attention: Any) -> None:
-    """Make an attention module call `routed_attention`; `unroute` undoes it.
+    """Make an attention module call `routed_attention`, until `unroute` undoes it.
 
     Raises:
         UnsupportedModelError: The module does not look its function up in `AttentionInterface`.
@@ -174,7 +174,7 @@ def route(attention: Any) -> None:
 
 
 def unroute(attention: Any) -> None:
-    """Undo one `route`; the last one leaves the module as it was."""
+    """Undo one `route` of an attention module; the last one restores the module."""
     with lock:
         routed = attention.config
         assert isinstance(routed, RoutedConfig)
@@ -185,7 +185,7 @@ def unroute(attention: Any) -> None:
 
 @contextmanager
 def replaced(attention: Any, function: Attend) -> Iterator[None]:
-    """Let an attention module call another function in this thread, inside the block.
+    """Let an attention module call ``function`` in this thread, for the length of a `with` block.
 
     Raises:
         UnsupportedModelError: See `route`.
@@ -200,7 +200,7 @@ def replaced(attention: Any, function: Attend) -> Iterator[None]:
 
 
 def eager_function(attention: Any) -> Attend:
-    """Return the eager attention function of a module.
+    """Return the eager attention function that a module falls back to.
 
     Raises:
         UnsupportedModelError: The module has none.
@@ -215,7 +215,7 @@ def eager_function(attention: Any) -> Attend:
 
 
 def users_of(attention: Any) -> int:
-    """Count the caches for which a module calls `routed_attention`."""
+    """Count the caches attached to an attention module, for which it is routed."""
     config = attention.config
     return config.users if isinstance(config, RoutedConfig) else 0
 
@@ -228,7 +228,7 @@ def routed_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Call the module's own attention function; give the queries to the cache of the keys."""
+    """Attend as the module would, and show the queries to the cache that gave the keys."""
     inside = _inside.set(True)
     try:
         return _attention(module, query, key, value, attention_mask, **kwargs)
@@ -260,7 +260,7 @@ def _attention(
 
 
 def _as_picked(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> Any:
-    """Restrict the mask to the keys that the module's indexer has picked, if it has an indexer.
+    """Restrict a mask to the keys that the module's indexer has picked, if it has one.
 
     A module that does not know its function's name leaves this to the function.
     """
@@ -285,7 +285,7 @@ def is_plain(attend: Attend, kwargs: dict[str, Any]) -> bool:
 
 
 def own_function(attention: Any) -> Attend:
-    """Return the function that the module would call, found as its own code finds it."""
+    """Return the attention function that a module would call without any attached cache."""
     interface, default = _functions(type(attention).forward)
     config = attention.config
     name = (config.original if isinstance(config, RoutedConfig) else config)._attn_implementation
@@ -295,7 +295,7 @@ def own_function(attention: Any) -> Attend:
 
 @functools.lru_cache(maxsize=64)
 def _functions(method: Callable[..., Any]) -> tuple[Any, Any]:
-    """Return where a module looks its attention function up, and its default function."""
+    """Return the registry where a module looks up attention functions, and its default one."""
     forward: Any = inspect.unwrap(method)
     interface = forward.__globals__.get("ALL_ATTENTION_FUNCTIONS")
     if interface is None or "ALL_ATTENTION_FUNCTIONS" not in forward.__code__.co_names:

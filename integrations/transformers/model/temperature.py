@@ -11,7 +11,7 @@ from torch import Tensor
 
 @attrs.frozen
 class Temperature:
-    """Attention whose queries grow with the logarithm of their position (arXiv 2501.19399).
+    """Settings of attention whose queries are scaled by the log of position (arXiv 2501.19399).
 
     A query at position ``p`` is scaled by ``1 + scale * log(1 + floor((p + 1) / floor))``. Such
     models count the tokens of a forward from the tokens that the cache has seen, padding included.
@@ -27,14 +27,14 @@ class Temperature:
 
     @staticmethod
     def of(attention: Any) -> Temperature | None:
-        """Read the settings of an attention module that counts by itself; None if it does not."""
+        """Read the settings of a module that scales by counted positions; None if it does not."""
         counts = getattr(attention, "attn_temperature_tuning", False)
         if not counts or getattr(attention, "use_rope", True):
             return None
         return Temperature(float(attention.attn_scale), float(attention.floor_scale))
 
     def corrected(self, queries: Tensor, counted: int, places: Tensor) -> Tensor:
-        """Return the queries as they are at their right positions.
+        """Return the queries, rescaled from the counted positions to the right ones.
 
         Args:
             queries: ``[batch, query_heads, query_len, head_dim]``, scaled by the model.

@@ -41,7 +41,7 @@ _BIASES = ("alibi", "position_bias", "relative_position")
 
 
 def check_layer(layer: nn.Module, decoder: nn.Module) -> None:
-    """Check that a policy can be applied to a layer with its own attention function.
+    """Check that policies work with a layer whose attention function cannot be observed.
 
     Args:
         layer: The decoder layer.
@@ -75,7 +75,7 @@ def takes_cache(decoder: nn.Module) -> bool:
 
 
 def column_bias(layer: nn.Module) -> str | None:
-    """Describe an argument by which a layer's scores depend on columns; None if there is none.
+    """Describe the argument that makes a layer's scores depend on columns; None without one.
 
     After eviction, keys are in other columns than before, so that such scores would be wrong.
     """
@@ -89,7 +89,7 @@ def column_bias(layer: nn.Module) -> str | None:
 
 
 def check_policy(model: nn.Module, policy: CachePolicy) -> None:
-    """Check that a policy needs no queries, which this model does not let the cache observe.
+    """Check that a policy needs no queries, in a model whose queries cannot be observed.
 
     Raises:
         UnsupportedModelError: The policy looks at queries, restarts the prefill or reads the prompt

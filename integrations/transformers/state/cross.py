@@ -33,7 +33,7 @@ class CrossLayer(PolicyLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """The keys of all images, which the model looks up here; None before the first image."""
+        """The keys of all images read, where the model looks them up; None before any image."""
         return None if self.images is None else self.images[0]
 
     @property
@@ -51,7 +51,7 @@ class CrossLayer(PolicyLayer):
         return images
 
     def hold_images(self, images: tuple[Tensor, Tensor] | None) -> None:
-        """Replace the images held by these keys and values; None removes all."""
+        """Replace all image keys and values that the layer holds; None removes them."""
         self.images, self.is_initialized = images, images is not None
         if images is not None:
             self.dtype, self.device = images[0].dtype, images[0].device
@@ -74,7 +74,7 @@ class CrossLayer(PolicyLayer):
         return sum(each.nbytes for each in self.images or ())
 
     def beside(self) -> Any:
-        """Return the images held; see `PolicyLayer.beside`."""
+        """Return the image keys and values that the layer holds; see `PolicyLayer.beside`."""
         return self.images
 
     def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:

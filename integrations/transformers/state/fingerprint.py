@@ -68,7 +68,7 @@ class Parameter:
 
 @attrs.frozen(eq=False)
 class ModelFingerprint:
-    """A fingerprint of a model: its configuration, and samples of its parameters.
+    """A fingerprint of a model, by which a saved cache tells whether it fits the model.
 
     The same weights in another precision, quantised or offloaded, count as the same model.
 
@@ -83,7 +83,7 @@ class ModelFingerprint:
     @staticmethod
     @torch.no_grad()
     def of(decoder: nn.Module) -> ModelFingerprint:
-        """Take the fingerprint of a model.
+        """Take the fingerprint of a model from its configuration and parameters.
 
         Args:
             decoder: The model without its head.
@@ -117,7 +117,7 @@ class ModelFingerprint:
         return None
 
     def is_comparable(self, other: ModelFingerprint) -> bool:
-        """True if values of at least one parameter are known in both fingerprints."""
+        """True if both fingerprints have known values of at least one common parameter."""
         return next(self._compared(other), None) is not None
 
     def _compared(self, other: ModelFingerprint) -> Iterator[tuple[str, Parameter, Parameter]]:
@@ -127,7 +127,7 @@ class ModelFingerprint:
                 yield name, own, its
 
     def packed(self) -> tuple[str, Tensor]:
-        """Return the fingerprint as a string and a tensor of all samples; see `unpacked`."""
+        """Return the fingerprint as a JSON string and one tensor of samples; see `unpacked`."""
         each = [
             [name, list(own.shape), own.dtype, len(own.sample)]
             for name, own in self.parameters.items()
@@ -138,7 +138,7 @@ class ModelFingerprint:
 
     @staticmethod
     def unpacked(text: str, samples: Tensor) -> ModelFingerprint:
-        """Build a fingerprint from the output of `packed`.
+        """Build a fingerprint from the string and the tensor that `packed` returned.
 
         Raises:
             ValueError: The arguments are not an output of `packed`.
@@ -172,7 +172,7 @@ def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_memory(module: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context in which a module's own weights are in memory.
+    """Return a context manager that brings a module's offloaded weights into memory.
 
     It loads weights that Accelerate has offloaded, and does nothing for other modules.
     """
@@ -201,7 +201,7 @@ def _sampled(parameter: Tensor) -> Parameter:
 
 
 def _same(own: Parameter, its: Parameter) -> bool:
-    """True if both samples are roundings of the same values, or equal when cast to bfloat16."""
+    """True if two samples of a parameter agree up to rounding to their dtypes or to bfloat16."""
     if own.sample.shape != its.sample.shape:
         return False
     dtypes = (getattr(torch, str(each.dtype)) for each in (own, its))

@@ -11,7 +11,7 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 
 
 def held_counts(layers: Iterable[PolicyLayer], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the fewest and the most tokens of each row that any head of any layer holds.
+    """Return the fewest and the most tokens that any head of any layer holds, for each row.
 
     Args:
         layers: Layers, all of which hold keys and values.

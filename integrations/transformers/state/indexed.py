@@ -17,7 +17,7 @@ from kvpolicy.selection import gather_slots
 
 
 class IndexedLayer(PolicyLayer):
-    """A cache layer that holds an index key for every slot, in addition to keys and values.
+    """A cache layer that holds keys and values and, for each token, the key that an indexer scores.
 
     A layer that uses the slots picked by an earlier layer's indexer has no index keys of its own.
     If the model rotates index keys only when it scores them, their position ids are held beside
@@ -56,11 +56,11 @@ class IndexedLayer(PolicyLayer):
 
     @property
     def borrows(self) -> bool:
-        """True if the layer has no index keys; see the class."""
+        """True if the layer has no index keys, since it uses another layer's picked slots."""
         return self._shown is None and self.index is None
 
     def index_tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the index keys, and the position ids held with them.
+        """Return the index keys that the layer holds, and their position ids.
 
         Both have one row per slot: ``[batch, 1, kept_len, index_dim]`` and ``[batch, 1, kept_len,
         axes]``, of width 0 if there are none.
@@ -72,7 +72,7 @@ class IndexedLayer(PolicyLayer):
         return none, none
 
     def update_index(self, keys: Tensor) -> Tensor:
-        """Add new index keys ``[batch, 1, new_len, index_dim]``; return all of them.
+        """Add new index keys ``[batch, 1, new_len, index_dim]``; return all index keys.
 
         See `PolicyCache.update_indexer`.
 
@@ -89,19 +89,19 @@ class IndexedLayer(PolicyLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """The keys that are held; during a forward, the keys that the indexer picks from.
+        """The keys in the cache; during a forward, the keys from which the indexer picks.
 
         See `PolicyLayer.keys`.
         """
         return super().keys if self._attended is None else self._attended
 
     def attend_to(self, keys: Tensor) -> None:
-        """Remember the keys ``[batch, kv_heads, key_len, head_dim]`` of the current forward."""
+        """Remember the keys from which the indexer picks in the current forward."""
         self._attended = keys
 
     @property
     def indexer_position_ids(self) -> None:
-        """Always None: otherwise a model would prepend old positions to new ones."""
+        """Always None, since a model would otherwise put old position ids before the new ones."""
         return None
 
     @indexer_position_ids.setter
@@ -109,12 +109,12 @@ class IndexedLayer(PolicyLayer):
         self.new_places = places
 
     def places(self) -> Tensor | None:
-        """The position ids ``[axes, batch, kept_len]`` of the slots held; None without any."""
+        """The position ids ``[axes, batch, kept_len]`` of the index keys; None if none are held."""
         places = None if self.index is None else self.index.read()[1]
         return None if places is None or not places.shape[3] else places[:, 0].permute(2, 0, 1)
 
     def show_index(self, new: Tensor, places: Tensor | None, order: Tensor | None) -> Tensor:
-        """Return all index keys of a forward after which `store` keeps some slots.
+        """Return all index keys, old and new, before `store` keeps only the chosen ones.
 
         Args:
             new: ``[batch, new_len, index_dim]``, the index keys of its tokens.
@@ -135,7 +135,7 @@ class IndexedLayer(PolicyLayer):
         return self._shown[0][:, 0]
 
     def show_held(self, order: Tensor | None) -> None:
-        """Let `store` keep some of the index keys that are held, as after `show_index`.
+        """Offer the index keys in the cache to `store`, which keeps the chosen ones.
 
         Args:
             order: See `show_index`.
@@ -149,7 +149,7 @@ class IndexedLayer(PolicyLayer):
         self._shown = keys, beside
 
     def append_index(self, new: Tensor, places: Tensor | None) -> Tensor:
-        """Append the index keys of a forward's tokens; return all index keys.
+        """Append the index keys of a forward's tokens; return all index keys of the layer.
 
         Args:
             new: See `show_index`.
@@ -174,7 +174,7 @@ class IndexedLayer(PolicyLayer):
         counts: tuple[int, ...] | None = None,
         whole: bool | None = None,
     ) -> None:
-        """Keep some slots, with their index keys; see `PolicyLayer.store`."""
+        """Keep the chosen slots, index keys included; see `PolicyLayer.store`."""
         shown, self._shown = self._shown, None
         positions, kept = positions[:, :1], None if kept is None else kept[:, :1]
         super().store(keys, values, positions, kept, carried, room=room, counts=counts, whole=whole)
@@ -183,7 +183,7 @@ class IndexedLayer(PolicyLayer):
             self._hold_index(*taken)
 
     def load_index(self, keys: Tensor, beside: Tensor) -> None:
-        """Hold the index keys read from a file; see `index_tensors`."""
+        """Take over the index keys that were read from a file; see `index_tensors`."""
         self.index = None
         if keys.shape[3]:
             self._hold_index(keys, beside)
@@ -212,7 +212,7 @@ class IndexedLayer(PolicyLayer):
             self.index = self.index.rows(rows)
 
     def beside(self) -> Any:
-        """Return the index keys; see `PolicyLayer.beside`."""
+        """Return the stored index keys; see `PolicyLayer.beside`."""
         return self.index
 
     def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
@@ -222,20 +222,20 @@ class IndexedLayer(PolicyLayer):
         super().restore(contents, beside, tokens)
 
     def follow(self, tokens: SeenTokens) -> None:
-        """End a forward, and learn which tokens have been seen; see `PolicyLayer.follow`."""
+        """End a forward, and take the new record of seen tokens; see `PolicyLayer.follow`."""
         super().follow(tokens)
         self._attended = self.new_places = self.taking = None
 
     def get_seq_length(self) -> int:
-        """Return the columns seen; during a forward, the number of slots attended to."""
+        """Return how many columns were read; during a forward, how many slots are attended to."""
         return super().get_seq_length() if self._attended is None else self._attended.shape[2]
 
     def nbytes(self) -> int:
-        """Return the bytes of keys, values and index keys; see `PolicyLayer.nbytes`."""
+        """Return the bytes of the layer's keys, values and index keys; see `PolicyLayer.nbytes`."""
         return super().nbytes() + (0 if self.index is None else self.index.nbytes())
 
     def taken_nbytes(self) -> int:
-        """Return the bytes of taken slots, index keys included; see `PolicyLayer.taken_nbytes`."""
+        """Return the bytes of slots in use, index keys included; see `PolicyLayer.taken_nbytes`."""
         return super().taken_nbytes() + (0 if self.index is None else self.index.taken_nbytes())
 
     def beside_nbytes(self) -> int:
@@ -246,7 +246,7 @@ class IndexedLayer(PolicyLayer):
 
 
 def _slots(new: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return new index keys, and their position ids in the same shape.
+    """Return new index keys and their position ids as tensors with one entry for each slot.
 
     They are ``[batch, 1, new_len, index_dim]`` and ``[batch, 1, new_len, axes]``, of width 0
     without position ids.

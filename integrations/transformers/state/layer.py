@@ -22,7 +22,7 @@ Loose = Callable[[], tuple[Tensor, Tensor, Tensor]]
 
 
 class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A cache layer that holds the kept keys and values, followed by the ones of newer tokens.
+    """A cache layer that holds the keys and values the policy kept, then those of newer tokens.
 
     Tensors are replaced, never written to, so that a failed forward can be undone.
 
@@ -64,7 +64,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
 
     def fresh(self) -> PolicyLayer:
-        """Return a layer with the same settings that holds nothing."""
+        """Return an empty layer with the same settings."""
         return type(self)(self.storage, self.room)
 
     @property
@@ -90,14 +90,14 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.contents = attrs.evolve(self.contents, observed=observed)
 
     def loosen(self, loose: Loose) -> None:
-        """Let another object hold the slots, unsorted; they are sorted when first read.
+        """Let another object hold the keys and values unsorted until the layer is next read.
 
         ``loose`` returns their keys, values and positions in ascending order of position.
         """
         self.held, self.loose = None, loose
 
     def sort(self) -> None:
-        """Sort the slots that another object keeps unsorted, so that `contents` holds them."""
+        """Take back keys and values that another object holds unsorted, sorted by position."""
         if self.loose is not None:
             self._hold(*self.loose(), room=0)
 
@@ -108,7 +108,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def values(self) -> Tensor | None:
-        """The values, like `keys`."""
+        """The values ``[batch, kv_heads, kept_len, head_dim]``; None before the first forward."""
         return None if (held := self.held) is None else held.read()[1]
 
     @property
@@ -127,17 +127,17 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def choices(self) -> int:
-        """The number of heads of `positions`: every KV head, or 1 if all keep the same tokens."""
+        """The number of heads of `positions`: all KV heads, or 1 if all keep the same tokens."""
         return 1 if self.contents.chosen is None else self.contents.chosen.shape[1]
 
     @property
     def kept_len(self) -> int:
-        """The number of slots that the layer holds per row and head."""
+        """The number of cache slots that the layer holds for each row and head."""
         return 0 if (held := self.held) is None else held.shape[2]
 
     @property
     def capacity(self) -> int:
-        """The number of slots per row and head for which there is memory."""
+        """The number of cache slots for each row and head that fit into the reserved memory."""
         return 0 if self.held is None else self.held.capacity
 
     def store(
@@ -152,7 +152,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         counts: tuple[int, ...] | None = None,
         whole: bool | None = None,
     ) -> None:
-        """Keep some of the slots that the layer sees, and forget all decoded queries.
+        """Keep only the chosen slots of the layer's keys and values, and forget decoded queries.
 
         Args:
             keys: ``[batch, kv_heads, key_len, head_dim]``, as attention got them or, if attention
@@ -179,7 +179,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @staticmethod
     def _is_whole(keys: Tensor, positions: Tensor, kept: Tensor, whole: bool | None) -> bool:
-        """True if ``kept`` names all slots that the layer sees; see `store`."""
+        """True if ``kept`` names every slot, so that nothing is evicted; see `store`."""
         if kept.shape[2] != keys.shape[2]:
             return False
         if whole is not None:
@@ -188,7 +188,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.equal(kept, torch.where(positions >= 0, everything, -1))
 
     def load(self, keys: Tensor, values: Tensor, chosen: Tensor, tokens: SeenTokens) -> None:
-        """Hold keys and values read from a file.
+        """Take over keys and values that were read from a file.
 
         ``chosen`` are the positions of the tokens that the policy kept.
         """
@@ -206,7 +206,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         counts: tuple[int, ...] | None = None,
         observed: RecentQueries | None = None,
     ) -> None:
-        """Hold the slots ``kept`` of these keys and values, or all slots if ``kept`` is None.
+        """Hold only the slots ``kept`` of these keys and values; all slots if ``kept`` is None.
 
         Without ``kept``, the first slots are those of the positions ``chosen``, and the rest are
         appended tokens.
@@ -243,18 +243,18 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def _packs(self, chosen: Tensor, tokens: int) -> bool:
-        """True if rows and heads are to be held without padding."""
+        """True if padding rows and heads to one length would waste memory in this layer."""
         # Not where all heads keep the same tokens: there, more than attention reads the tensors
         # held. And not where attention computes keys of more heads from them.
         return not (self.one_choice or self.facts.expands) and wastes_slots(chosen, tokens)
 
     def choose_once(self) -> None:
-        """Keep one head's positions for all heads, which hold the same tokens so far."""
+        """Store positions only once for all heads, which hold the same tokens so far."""
         if self.contents.chosen is not None:
             self.contents = attrs.evolve(self.contents, chosen=self.contents.chosen[:, :1])
 
     def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
-        """Move keys and values to a device, on which ``tokens`` already are."""
+        """Copy the layer's keys, values and queries to a device."""
         self.follow(tokens)
         held, chosen = self.held, self.contents.chosen
         if held is not None and chosen is not None:
@@ -265,7 +265,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def append(
         self, keys: Tensor, values: Tensor, tokens: SeenTokens, missing: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Append the tokens of one forward; return all keys and values.
+        """Append the keys and values of a forward's tokens; return all of the layer's.
 
         Args:
             keys: ``[batch, kv_heads, new_len, head_dim]``.
@@ -287,7 +287,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.held.read()
 
     def join(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values, with the tokens of one forward at the end, before `store`.
+        """Return the layer's keys and values with new ones at the end, for `store` to choose from.
 
         The layer holds the new tokens only after `store` has kept some of all slots. If there is
         memory behind the slots held, the new tokens are written there.
@@ -308,7 +308,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
 
     def append_packed(self, keys: Tensor, values: Tensor) -> Packed:
-        """Append the tokens of one forward to rows and heads held without padding.
+        """Append keys and values of one forward to a layer that is stored without padding.
 
         It does what `append` does, and unpacks nothing.
         """
@@ -319,7 +319,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return held
 
     def claim(self, capacity: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the key and value buffers with free slots, for another object to write to.
+        """Return the key and value buffers, into whose free slots another object will write.
 
         They are ``[batch, kv_heads, capacity, head_dim]``. Until `release`, only that object
         appends, and reports it with `written`.
@@ -336,24 +336,24 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return room.claim()
 
     def move_into(self, keys: Tensor, values: Tensor) -> None:
-        """Move keys and values into buffers that `claim` gave earlier, and claim these again."""
+        """Copy keys and values into buffers that `claim` returned before, and claim these again."""
         self.held = held = self._padded_alike().into(keys, values)
         held.claim()
 
     def _padded_alike(self) -> Plain:
-        """Return keys and values padded to one number of slots, as fixed buffers need them."""
+        """Return keys and values in the padded form that fixed buffers need."""
         held = self.held.unpacked() if isinstance(self.held, Packed) else self.held
         assert isinstance(held, Plain)
         return held
 
     def own(self) -> None:
-        """Move keys and values to memory that no other object writes to."""
+        """Copy keys and values to memory into which no other object writes."""
         if isinstance(self.held, Plain):
             self.held = self.held.moved(self.kept_len)
             self._pack()
 
     def _pack(self) -> None:
-        """Remove the padding that fixed buffers needed."""
+        """Store keys and values without padding again, after decoding into fixed buffers."""
         held, chosen = self.held, self.contents.chosen
         if held is None or chosen is None or isinstance(held, Packed):
             return
@@ -361,29 +361,29 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             self._hold(*held.read(), chosen, 0)
 
     def written(self, tokens: SeenTokens) -> None:
-        """Count one more written slot of claimed buffers; ``tokens`` are the tokens now seen."""
+        """Count one more slot that the owner of claimed buffers has written."""
         assert isinstance(self.held, Plain)
         self.held = self.held.written(1)
         self.follow(tokens)
 
     def release(self) -> None:
-        """End `claim`: only the layer itself appends again."""
+        """End `claim`, so that only this layer appends to its buffers."""
         if isinstance(self.held, Plain):  # not slots chosen since, which have memory of their own
             self.held.release()
             self._pack()
 
     def follow(self, tokens: SeenTokens) -> None:
-        """Remember which tokens have been seen now."""
+        """Take the new record of the tokens that the cache has read."""
         self.tokens = tokens
 
     def drop_last(self, count: int) -> None:
-        """Remove the last ``count`` appended slots."""
+        """Remove the last ``count`` appended tokens from the layer."""
         if count and self.held is not None:
             self.held = self.held.first(self.kept_len - count)
             self.observed = self.observed.without_last(count)
 
     def take_rows(self, rows: Tensor, tokens: SeenTokens) -> None:
-        """Continue with the rows ``[count]`` of the batch, whose tokens are ``tokens``."""
+        """Make the rows ``rows`` ``[count]`` the new batch; ``tokens`` is their record."""
         held, before = self.held, self.contents
         if held is not None and before.chosen is not None:
             alike = before.counts is not None and len(set(before.counts)) == 1
@@ -397,54 +397,54 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.follow(tokens)
 
     def beside(self) -> Any:
-        """Return what the layer holds in addition to `contents`, unchanged by later forwards."""
+        """Return what the layer holds in addition to `contents`, such as a recurrent state."""
         return None
 
     def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
-        """Restore what was recorded: ``contents``, the result of `beside`, and ``tokens``."""
+        """Return the layer to a recorded state; ``beside`` is what `beside` returned then."""
         self.contents, self.tokens = contents, tokens
         self._joined = self.loose = None
         self.is_initialized = contents.held is not None
 
     def nbytes(self) -> int:
-        """Return the bytes of all memory for keys and values, reserved memory included."""
+        """Return the bytes of memory for the layer's keys and values, reserved memory included."""
         return 0 if self.held is None else self.held.nbytes()
 
     def taken_nbytes(self) -> int:
-        """Return how many of `nbytes` belong to taken slots, without reserved memory."""
+        """Return the bytes of slots that hold tokens, without reserved memory."""
         return 0 if self.held is None else self.held.taken_nbytes()
 
     def beside_nbytes(self) -> int:
-        """Return the bytes held per slot in addition to keys and values, in one row."""
+        """Return the bytes per slot and row of what is held in addition to keys and values."""
         return 0
 
     def state_nbytes(self) -> int:
-        """Return the bytes of a state, which does not grow with the number of tokens."""
+        """Return the bytes of a layer's state, whose size is independent of the context."""
         return 0
 
     # The interface of a cache layer of Transformers.
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: `store` brings the first tensors."""
+        """Do nothing, since `store` brings the layer's first tensors."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Raise an error: only the cache knows if these tokens are a prompt or are appended."""
+        """Raise an error, since only the cache can tell a prompt from an appended token."""
         raise NotAttachedError("a PolicyLayer is written through PolicyCache.update, not by itself")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the key length of the next forward, and the number of columns not stored."""
+        """Return how many keys the next forward attends to, and how many columns are not stored."""
         return self.kept_len + query_length, self.get_seq_length() - self.kept_len
 
     def get_seq_length(self) -> int:
-        """Return the number of columns seen, which is not the number stored."""
+        """Return how many columns the cache has read, which may be more than it stores."""
         return 0 if self.tokens is None else self.tokens.seen
 
     def get_max_length(self) -> int:
-        """Return -1: there is no maximum length."""
+        """Return -1, since the layer has no maximum length."""
         return -1
 
     def reset(self) -> None:
-        """Forget all keys, values and queries."""
+        """Forget all keys, values and decoded queries of the layer."""
         self.restore(LayerContents(), None, None)

@@ -15,7 +15,7 @@ from kvpolicy.integrations.transformers.state.storage import StoredKV
 
 @attrs.define(eq=False)
 class LayerFacts:
-    """The facts of a model's layer, found when a cache is attached or when the layer runs.
+    """A record of what is known of one layer of the attached model.
 
     Args:
         query_heads: Number of query heads; 0 if unknown.
@@ -38,7 +38,7 @@ class LayerFacts:
     projection: OutputProjection | None = None
 
     def of_copy(self) -> LayerFacts:
-        """Return the facts of a copy of the layer, which is not bound to a model."""
+        """Return a copy for a copied cache, which is bound to no model."""
         return attrs.evolve(self, shows_queries=True, projection=None)
 
     def weight(self, values: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class LayerFacts:
 
 @attrs.frozen(eq=False)
 class LayerContents:
-    """The immutable contents of a layer; assigning earlier contents undoes a forward.
+    """The immutable contents of a cache layer, so that a forward is undone by assigning old ones.
 
     Args:
         held: The keys and values; None before the first forward.

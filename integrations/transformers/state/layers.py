@@ -15,7 +15,7 @@ LayersHeld = tuple[Held, ...]
 
 
 def held_by(layers: Sequence[PolicyLayer]) -> LayersHeld:
-    """Record what layers hold, for `hold_again`."""
+    """Record what each cache layer holds, so that `hold_again` can restore it."""
     for layer in layers:
         if layer.loose is not None:
             layer.sort()
@@ -28,7 +28,7 @@ def held_by(layers: Sequence[PolicyLayer]) -> LayersHeld:
 
 
 def follow(layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
-    """Give layers the new record of the tokens seen."""
+    """Give each cache layer the new record of the tokens that the cache has read."""
     for layer in layers:
         if layer.holds_more:
             layer.follow(tokens)
@@ -37,6 +37,6 @@ def follow(layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
 
 
 def hold_again(layers: Sequence[PolicyLayer], held: LayersHeld) -> None:
-    """Restore what layers held when `held_by` recorded it."""
+    """Return each cache layer to what it held when `held_by` recorded it."""
     for layer, before in zip(layers, held, strict=True):
         layer.restore(*before)

@@ -14,7 +14,7 @@ from kvpolicy.integrations.transformers.state.storage import GROWTH_SHARE, Plain
 
 
 def wastes_slots(positions: Tensor, tokens: int) -> bool:
-    """True if padding to one length would take more memory than a layer may waste.
+    """True if padding all heads to one length would take more memory than a layer may waste.
 
     The limit is `GROWTH_SHARE` of all slots.
 
@@ -27,7 +27,7 @@ def wastes_slots(positions: Tensor, tokens: int) -> bool:
 
 @attrs.frozen(eq=False)
 class Packed(StoredKV):
-    """Keys and values in which every row and head holds its own number of tokens, unpadded.
+    """The keys and values of one layer, where each head of each row has its own number of tokens.
 
     The tokens that a policy keeps are concatenated, one head after the other. Appended tokens are
     held in an ordinary tensor, since every head gets the same number of them, so that appending
@@ -62,7 +62,7 @@ class Packed(StoredKV):
         *,
         counts: Sequence[int] | None = None,
     ) -> Packed:
-        """Pack some slots of a layer.
+        """Store only the given slots of a layer, each head without padding.
 
         Args:
             storage: How the slots are held.
@@ -127,7 +127,7 @@ class Packed(StoredKV):
         return sum(self.counts) + self.recent.slots
 
     def parts(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return keys and values of the kept tokens, then keys and values of the appended ones.
+        """Return keys and values of the kept tokens, then keys and values of the appended tokens.
 
         They are on the device where attention needs them.
 
@@ -163,7 +163,7 @@ class Packed(StoredKV):
         return whole
 
     def unpacked(self) -> Plain:
-        """Return the same keys and values, padded to as many slots as the longest head has."""
+        """Return the same keys and values, padded to the length of the longest head."""
         keys, values = self.read()
         return Plain.of(keys, values, keys.device)
 
@@ -191,7 +191,7 @@ class Packed(StoredKV):
         return self._taken(taken, [self.counts[each] for each in taken], self.recent.rows(rows))
 
     def _taken(self, taken: range | list[int], counts: list[int], recent: StoredKV) -> Packed:
-        """Take the first ``counts`` kept tokens of some heads.
+        """Return a copy with only the first ``counts`` kept tokens of the given heads.
 
         ``taken`` are indices of heads, ``row * kv_heads + head``.
         """

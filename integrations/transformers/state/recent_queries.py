@@ -13,7 +13,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.frozen(eq=False)
 class RecentQueries:
-    """The last decoded queries of a layer, with the scorer's state for the kept tokens.
+    """The last queries of a layer's decoded tokens, with the scorer's state for its kept tokens.
 
     It is immutable: every operation returns a new object.
 
@@ -35,13 +35,13 @@ class RecentQueries:
 
     @property
     def count(self) -> int:
-        """The number of queries remembered."""
+        """The number of decoded queries that are remembered."""
         return 0 if self.queries is None else self.queries.shape[2]
 
     def noted(
         self, queries: Tensor, tokens: SeenTokens, most: int | None, unbroken: int
     ) -> RecentQueries:
-        """Add the queries of one more forward.
+        """Return a copy with the queries of one more forward added.
 
         Args:
             queries: ``[batch, query_heads, new_len, head_dim]``.
@@ -61,7 +61,7 @@ class RecentQueries:
         return whole if most is None else whole.last(most + new_len, tokens, unbroken)
 
     def last(self, count: int, tokens: SeenTokens, unbroken: int) -> RecentQueries:
-        """Keep only the last ``count`` queries of every row.
+        """Return a copy with only the last ``count`` queries of every row.
 
         Args:
             count: How many queries to keep.
@@ -83,7 +83,7 @@ class RecentQueries:
         return attrs.evolve(self, queries=queries, columns=None if mended else columns)
 
     def without_last(self, count: int) -> RecentQueries:
-        """Forget the queries of the last ``count`` columns."""
+        """Return a copy without the queries of the last ``count`` columns."""
         if self.queries is None:
             return self
         end = self.end - count
@@ -94,18 +94,18 @@ class RecentQueries:
         return attrs.evolve(self, queries=kept, end=end)
 
     def without_rows(self, rows: Tensor) -> RecentQueries:
-        """Forget the queries of the rows ``[count]`` of the batch."""
+        """Return a copy in which the given rows of the batch have no queries."""
         if self.queries is None:
             return self
         columns = self._columns(len(self.queries)).to(self.queries.device)
         return attrs.evolve(self, columns=columns.index_fill(0, rows.to(columns.device), -1))
 
     def rows(self, rows: Tensor) -> RecentQueries:
-        """Take the rows ``[count]`` of the batch."""
+        """Return a copy with only the given rows ``[count]`` of the batch."""
         return self._each(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
 
     def to(self, device: torch.device) -> RecentQueries:
-        """Move everything to a device."""
+        """Return a copy with all tensors on a device."""
         return self._each(lambda tensor: tensor.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> RecentQueries:
@@ -116,11 +116,11 @@ class RecentQueries:
         return RecentQueries(queries, self.end, carried, columns)
 
     def in_precision(self, dtype: torch.dtype) -> RecentQueries:
-        """Convert the queries to another dtype."""
+        """Return a copy with the queries in another dtype."""
         return self if self.queries is None else attrs.evolve(self, queries=self.queries.to(dtype))
 
     def nbytes(self) -> int:
-        """Return the bytes of queries, scorer state and columns."""
+        """Return the bytes of the queries, the scorer's state and the column indices."""
         held = (self.queries, self.carried, self.columns)
         tensors = (each for each in held if each is not None)
         return sum(each.untyped_storage().nbytes() for each in tensors)
@@ -139,13 +139,13 @@ class RecentQueries:
         return places.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
 
     def _columns(self, batch: int) -> Tensor:
-        """Return the columns of the queries, ``[batch, count]`` int64."""
+        """Return the input column of each query, ``[batch, count]`` int64."""
         if self.columns is not None:
             return self.columns
         return torch.arange(self.end - self.count, self.end).expand(batch, -1)
 
     def shown(self, tokens: SeenTokens) -> tuple[Tensor, Tensor]:
-        """Return the queries and their positions, with each row's padding before its tokens.
+        """Return the queries and their positions, in each row sorted so that padding comes first.
 
         Args:
             tokens: See `positions`.
@@ -159,7 +159,7 @@ class RecentQueries:
 
 
 def _taken(queries: Tensor, order: Tensor) -> Tensor:
-    """Take the queries at ``order`` ``[batch, taken]``.
+    """Return the queries at the indices ``order`` ``[batch, taken]``.
 
     ``queries`` are ``[batch, query_heads, count, head_dim]``.
     """

@@ -29,7 +29,7 @@ _Dummy: Any = getattr(cache_utils, "DummyLayer", object)
 
 
 class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
-    """A cache layer that holds recurrent and convolution states as Transformers' cache does.
+    """A cache layer for a recurrent layer, whose states it holds as Transformers' cache does.
 
     Models write into the tensors of a state. Before every forward `own_states` replaces them by
     copies, so that a failed forward can be undone and copies of a cache are independent.
@@ -57,17 +57,17 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
 
     @property
     def states(self) -> tuple[States, States]:
-        """The convolution states and the recurrent states, ``[batch, ...]`` each, by number."""
+        """The layer's convolution states and recurrent states, ``[batch, ...]`` each, by number."""
         return _held(self.conv_states), _held(self.recurrent_states)
 
     def own_states(self) -> None:
-        """Replace the states by copies that nothing else holds."""
+        """Replace the layer's states by copies, since models write into a state in place."""
         self.hold_states(
             *({index: each.clone() for index, each in part.items()} for part in self.states)
         )
 
     def hold_states(self, conv: States, recurrent: States) -> None:
-        """Replace all states by these."""
+        """Replace all convolution and recurrent states of the layer."""
         for index in range(self.number_of_states):
             self.conv_states[index] = conv.get(index)
             self.recurrent_states[index] = recurrent.get(index)
@@ -102,7 +102,7 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
         )
 
     def beside(self) -> Any:
-        """Return the states; see `PolicyLayer.beside`."""
+        """Return the layer's states; see `PolicyLayer.beside`."""
         return self.states
 
     def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
@@ -111,25 +111,25 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
         self.hold_states(*(beside or ({}, {})))
 
     def reset(self) -> None:
-        """Forget the state, and all keys and values."""
+        """Forget the layer's states, and all its keys and values."""
         PolicyLayer.reset(self)
 
     # The interface of a cache layer of Transformers.
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Prepare memory for a state; keys and values need none."""
+        """Prepare memory for a recurrent state; do nothing for keys and values."""
         if not args:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
 
 class SideBySideLayer(RecurrentLayer):
-    """A cache layer with both keys and values, which a policy evicts, and a state held whole."""
+    """A cache layer with keys and values, which a policy evicts, and a state held whole."""
 
     attends = True
 
 
 class EmptyLayer(PolicyLayer, _Dummy):  # type: ignore[misc]
-    """A cache layer that holds nothing, for a layer that reads tokens independently.
+    """A cache layer that holds nothing, for a model layer that reads each token independently.
 
     An example is a layer with experts only.
     """
@@ -141,7 +141,7 @@ class EmptyLayer(PolicyLayer, _Dummy):  # type: ignore[misc]
 
 
 class SharedLayer(EmptyLayer):
-    """A cache layer that holds nothing, since it attends to another layer's keys and values.
+    """A cache layer without keys of its own, for a model layer that attends to another's keys.
 
     Args:
         storage: See `PolicyLayer`.
@@ -162,16 +162,16 @@ class SharedLayer(EmptyLayer):
 
     @property
     def positions(self) -> Tensor | None:
-        """The positions in the layer that holds its keys and values; None before `link`."""
+        """The positions of the other layer's keys that this layer uses; None before `link`."""
         return None if self._lender is None else self._lender.positions
 
     def borrow(self, lender: PolicyLayer) -> None:
-        """Set the layer that holds its keys and values."""
+        """Set the cache layer whose keys and values this layer attends to."""
         self._lender = lender
 
 
 def link(layers: Sequence[PolicyLayer]) -> None:
-    """Connect every layer that shares another layer's keys and values to that layer."""
+    """Connect every layer without keys of its own to the layer whose keys it attends to."""
     for layer in layers:
         if isinstance(layer, SharedLayer):
             assert layer.producer is not None
@@ -179,7 +179,7 @@ def link(layers: Sequence[PolicyLayer]) -> None:
 
 
 def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
-    """Make the empty cache layer for a kind of model layer.
+    """Make the empty cache layer that suits a kind of model layer.
 
     Args:
         kind: Kind of the model layer.

@@ -39,13 +39,13 @@ class LayerReport:
 
     @property
     def share(self) -> float:
-        """The ratio of held bytes to full bytes, in [0, 1]; 0 for an empty cache."""
+        """The bytes that a layer holds as a share of a full cache's; 0 for an empty cache."""
         return self.held_bytes / self.full_bytes if self.full_bytes else 0.0
 
 
 @attrs.frozen
 class CacheReport:
-    """A report of the tokens and bytes each layer holds; ``str()`` makes a table.
+    """A report of the tokens and bytes that each layer of a cache holds, printed as a table.
 
     The table has at most 80 columns.
 
@@ -66,7 +66,7 @@ class CacheReport:
 
     @staticmethod
     def of(layers: Sequence[PolicyLayer], seen: int, columns: int) -> CacheReport:
-        """Make the report of a cache's layers.
+        """Count the tokens and bytes that each layer of a cache holds.
 
         Args:
             layers: The layers of the cache.
@@ -96,7 +96,7 @@ class CacheReport:
 
     @property
     def total(self) -> LayerReport:
-        """The report of all layers together.
+        """The report of all layers of the cache together.
 
         Bytes are sums; tokens kept are the mean over the layers that hold keys and values.
         """

@@ -16,7 +16,7 @@ _SHOWN = 80
 
 
 def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Check that the layers, tokens and metadata of a file agree.
+    """Check that a saved file's tensors and metadata agree with each other.
 
     Args:
         metadata: The file's strings by name.
@@ -65,7 +65,7 @@ def _read_json(metadata: Mapping[str, str], name: str) -> Any:
 
 
 def _check_producers(producers: object, query_heads: list[object]) -> None:
-    """Check that layers without keys attend to the keys of earlier layers."""
+    """Check that a file's layers without keys name an earlier layer whose keys they attend to."""
     if not isinstance(producers, dict):
         raise ValueError(f"producers must be layers by layer, got {producers!r}")
     for layer, producer in producers.items():
@@ -79,12 +79,12 @@ def _check_producers(producers: object, query_heads: list[object]) -> None:
 
 
 def _acted(lengths: Tensor, appended: Tensor) -> Tensor:
-    """Return how many tokens of each row the policy has acted on, ``[batch]`` int64."""
+    """Return the number of tokens in each row on which the policy has acted, ``[batch]`` int64."""
     return lengths - (appended >= 0).sum(dim=1)
 
 
 def _check_tokens(tensors: Mapping[str, Tensor], *, padded: bool) -> Tensor:
-    """Check the tokens seen; return how many of each row the policy has acted on."""
+    """Check a file's record of seen tokens; return how many the policy has acted on, by row."""
     valid, lengths = tensors["tokens.valid"], tensors["tokens.lengths"]
     _check_tensor("tokens.valid", valid, torch.bool, None, None)
     batch = len(valid)
@@ -118,7 +118,7 @@ def _check_tokens(tensors: Mapping[str, Tensor], *, padded: bool) -> Tensor:
 
 
 def _check_since(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Check the number of tokens of each row since layers last evicted, if the file has it."""
+    """Check a file's count of each row's tokens since layers last evicted, if it has one."""
     if "rows_since" not in metadata:
         return
     since, lengths = _read_json(metadata, "rows_since"), tensors["tokens.lengths"].tolist()
@@ -135,7 +135,7 @@ def _check_since(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> 
 
 
 def _check_appended(appended: Tensor, valid: Tensor) -> None:
-    """Check that ``appended`` are the positions of the last columns.
+    """Check that a file's ``appended`` are the positions of the last columns read.
 
     See `SeenTokens` for how positions are counted.
     """
@@ -160,7 +160,7 @@ def _check_appended(appended: Tensor, valid: Tensor) -> None:
 def _check_layers(
     query_heads: list[object], tensors: Mapping[str, Tensor], acted: Tensor, unlike: object
 ) -> None:
-    """Check every layer, and that all layers fit one model.
+    """Check the tensors of every layer in a file, and that their sizes fit one model.
 
     Args:
         query_heads: One entry for each layer, None for a layer without keys.
@@ -198,7 +198,7 @@ def _check_layers(
 def _check_layer(
     index: int, query_heads: object, tensors: Mapping[str, Tensor], acted: Tensor
 ) -> tuple[int, ...]:
-    """Check a layer; return its query heads, KV heads and head dimensions of keys and values."""
+    """Check one layer's tensors in a file; return its numbers of heads and head dimensions."""
     names = [f"layers.{index}.{name}" for name in ("keys", "values", "positions")]
     keys, values, positions = (tensors[name] for name in names)
     if not keys.is_floating_point():
@@ -231,7 +231,7 @@ def _check_layer(
 def _check_observed(
     index: int, query_heads: int, tensors: Mapping[str, Tensor], sizes: tuple[int, int]
 ) -> None:
-    """Check the decoded queries and the scorer state of a layer.
+    """Check the decoded queries and the scorer state that a file has for a layer.
 
     ``sizes`` are the number of rows, and the number of tokens that the policy kept.
     """
@@ -268,7 +268,7 @@ def _check_crosses(
     tensors: Mapping[str, Tensor],
     batch: int,
 ) -> None:
-    """Check the layers that attend to images: keys and values have one shape, or are absent."""
+    """Check a file's image keys and values: one shape for both, or absent."""
     crosses = _read_json(metadata, "crosses") if "crosses" in metadata else []
     fits = isinstance(crosses, list) and len(crosses) in (0, len(query_heads))
     wrong = [
@@ -293,7 +293,7 @@ def _check_crosses(
 
 
 def _check_index(index: int, tensors: Mapping[str, Tensor], keys: Tensor) -> None:
-    """Check that a layer with an indexer has an index key and its position ids for every slot."""
+    """Check that a layer with an indexer has index keys and position ids for all its slots."""
     names = [f"layers.{index}.{name}" for name in OF_INDEX]
     if not any(name in tensors for name in names):
         return
@@ -315,7 +315,7 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | N
 
 
 def _check_positions(name: str, positions: Tensor, acted: Tensor) -> None:
-    """Check positions of kept tokens: -1 on the left, then ascending and below ``acted``."""
+    """Check a file's positions of kept tokens: -1 first, then ascending and below ``acted``."""
     most = acted.view(-1, *[1] * (positions.ndim - 1))
     if bool(((positions < -1) | (positions >= most)).any()):
         raise ValueError(

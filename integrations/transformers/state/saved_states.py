@@ -23,7 +23,7 @@ _MOST = 64
 
 
 def state_tensors(layers: Sequence[PolicyLayer]) -> dict[str, Tensor]:
-    """Return every state by its name in a file, for example ``layers.3.conv.0``."""
+    """Return all recurrent states by their name in the file, such as ``layers.3.conv.0``."""
     return {
         f"layers.{index}.{part}.{number}": each
         for index, layer in enumerate(layers)
@@ -34,7 +34,7 @@ def state_tensors(layers: Sequence[PolicyLayer]) -> dict[str, Tensor]:
 
 
 def state_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
-    """Describe, for each recurrent layer, how many states it may have and which it holds.
+    """Describe, for a file, which states each recurrent layer holds and how many it may have.
 
     The result is empty if no layer is recurrent.
     """
@@ -56,7 +56,7 @@ def state_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
 def read_states(
     metadata: Mapping[str, str], tensors: Mapping[str, Tensor], index: int
 ) -> tuple[int, States, States]:
-    """Read how many states a layer may have, and the states it holds.
+    """Read from a file how many states a layer may have, and the states it holds.
 
     The contents of the file must have been checked.
 
@@ -77,7 +77,7 @@ def read_states(
 def check_states(
     states: object, query_heads: Sequence[object], tensors: Mapping[str, Tensor], batch: int
 ) -> None:
-    """Check the states of layers, and that no layer holds a tensor that it must not hold.
+    """Check a file's recurrent states, and that no layer has a tensor of another kind of layer.
 
     Args:
         states: The file's description of them; see `state_metadata`.
@@ -118,7 +118,7 @@ def check_states(
 
 
 def _is_of_layer(found: Any) -> bool:
-    """True if ``found`` has the form in which `state_metadata` describes one layer."""
+    """True if ``found`` has the form in which `state_metadata` describes a layer's states."""
     if not isinstance(found, dict) or found.keys() != {"number", "held"}:
         return False
     number, held = found["number"], found["held"]

@@ -47,7 +47,7 @@ VERSION = 3
 
 @attrs.frozen(eq=False)
 class SavedCache:
-    """The contents of a cache file.
+    """A cache as it is written to a file and read from one.
 
     Args:
         policy: The policy's description.
@@ -66,7 +66,7 @@ class SavedCache:
     starts_turn: bool
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the whole file, or nothing if that fails.
+        """Write the cache to a file; leave no partial file if that fails.
 
         Raises:
             TypeError: ``path`` is no path.
@@ -127,7 +127,7 @@ class SavedCache:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> SavedCache:
-        """Read a file into tensors on the CPU.
+        """Read a saved cache from a file, with all tensors on the CPU.
 
         Raises:
             TypeError: ``path`` is no path.
@@ -160,7 +160,7 @@ class SavedCache:
             raise _broken(path, error) from None
 
     def policy_of(self, path: str | os.PathLike[str], policy: CachePolicy | None) -> CachePolicy:
-        """Return the policy that filled the cache.
+        """Return the policy that filled the saved cache: the given one, or built from the file.
 
         Args:
             path: The file, for messages.
@@ -190,7 +190,7 @@ class SavedCache:
         return policy
 
     def _check_gapless(self, path: str | os.PathLike[str]) -> None:
-        """Check that rotary positions continue directly after the tokens that layers hold."""
+        """Check that rotary positions continue directly after the tokens held, without gaps."""
         lengths, skipped = self.tokens.lengths, self.tokens.skipped
         skipped = torch.zeros_like(lengths) if skipped is None else skipped
         holding = [layer for layer in self.layers if layer.held is not None]
@@ -219,7 +219,7 @@ class SavedCache:
 
 
 def _named(description: Description) -> str:
-    """Return a described policy as code, or the description itself if it cannot be built."""
+    """Return a saved policy as code, or its raw description if it cannot be built."""
     try:
         return str(from_description(description))
     except ValueError:
@@ -231,7 +231,7 @@ def _broken(path: str | os.PathLike[str], error: object) -> ValueError:
 
 
 def _check_path(path: object) -> None:
-    """Check that ``path`` is a path.
+    """Check that ``path`` is a str or an `os.PathLike`.
 
     Otherwise `os.stat` would take an int for an open file.
     """
@@ -240,7 +240,7 @@ def _check_path(path: object) -> None:
 
 
 def _target(path: str | os.PathLike[str]) -> tuple[Path, int]:
-    """Return the regular file to write, with all links resolved, and the mode it must have."""
+    """Return the regular file to write, behind all links, and the file mode to give it."""
     _check_path(path)
     if not os.fspath(path):
         raise ValueError(f"path must name a file, got {path!r}")
@@ -255,7 +255,7 @@ def _target(path: str | os.PathLike[str]) -> tuple[Path, int]:
 
 
 def _mode_of_new_files() -> int:
-    """Return the mode of new files under the process's umask.
+    """Return the file mode that the process's umask gives to new files.
 
     It is needed since a temporary file can be read by its owner only.
     """
@@ -265,18 +265,18 @@ def _mode_of_new_files() -> int:
 
 
 def _producer_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
-    """Describe which layer each layer shares keys with; empty if no layer shares keys."""
+    """Describe, for a file, which layers attend to another layer's keys; empty if none do."""
     found = {i: each.producer for i, each in enumerate(layers) if each.producer is not None}
     return {"producers": json.dumps(found)} if found else {}
 
 
 def _since_metadata(tokens: SeenTokens) -> dict[str, str]:
-    """Describe `SeenTokens.rows_since`; empty if it is None."""
+    """Describe `SeenTokens.rows_since` for a file; empty if it is None."""
     return {} if tokens.rows_since is None else {"rows_since": json.dumps(tokens.rows_since)}
 
 
 def _size_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
-    """Describe the query heads, KV heads and head dimensions of each layer; empty if all agree."""
+    """Describe each layer's head counts and head dimensions for a file; empty if all are equal."""
     sizes = [_sizes(layer) for layer in layers]
     alike = len({each for each in sizes if each is not None}) <= 1
     return {} if alike else {"head_sizes": json.dumps(sizes)}

@@ -19,7 +19,7 @@ SMALLEST_GROWTH = 16
 
 
 class StoredKV(abc.ABC):
-    """The keys and values of one layer.
+    """The stored keys and values of one cache layer, in whatever form a `Storage` holds them.
 
     It is immutable: every operation returns a new object.
     """
@@ -32,58 +32,58 @@ class StoredKV(abc.ABC):
     @property
     @abc.abstractmethod
     def widths(self) -> tuple[int, int]:
-        """The head dimensions of keys and of values."""
+        """The head dimension of the keys, and that of the values."""
 
     @property
     @abc.abstractmethod
     def dtype(self) -> torch.dtype:
-        """The dtype of keys and values as attention gets them."""
+        """The dtype in which attention gets the keys and values."""
 
     @property
     def capacity(self) -> int:
-        """The number of slots per row and head for which there is memory."""
+        """The number of cache slots for each row and head that fit into the reserved memory."""
         return self.shape[2]
 
     @property
     def slots(self) -> int:
-        """The number of taken slots, over all rows and heads."""
+        """The number of cache slots in use, over all rows and heads."""
         return self.shape[:3].numel()
 
     @abc.abstractmethod
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[batch, kv_heads, kept_len, head_dim]`` where attention is."""
+        """Return keys and values as full tensors on the device where attention needs them."""
 
     @abc.abstractmethod
     def appended(self, keys: Tensor, values: Tensor) -> StoredKV:
-        """Return an object with these tokens appended."""
+        """Return a copy with the keys and values of new tokens appended."""
 
     @abc.abstractmethod
     def first(self, count: int) -> StoredKV:
-        """Return an object with only the first ``count`` slots."""
+        """Return a copy with only the first ``count`` slots of each row and head."""
 
     @abc.abstractmethod
     def rows(self, rows: Tensor) -> StoredKV:
-        """Return an object with the rows ``[count]`` of the batch."""
+        """Return a copy with only the given rows ``[count]`` of the batch."""
 
     @abc.abstractmethod
     def nbytes(self) -> int:
-        """Return the bytes of the underlying torch storages, reserved memory included."""
+        """Return the bytes of all memory behind the tensors, reserved memory included."""
 
     def taken_nbytes(self) -> int:
-        """Return how many of `nbytes` belong to taken slots."""
+        """Return the bytes of slots that hold tokens, without reserved memory."""
         return self.nbytes() * self.shape[2] // max(self.capacity, 1)
 
     def with_room(self, count: int) -> StoredKV:
-        """Reserve memory for ``count`` more slots, if this storage can reserve memory."""
+        """Return a copy with memory for ``count`` more slots, if this form can reserve memory."""
         return self
 
 
 class Storage(abc.ABC):
-    """A strategy for holding keys and values, layer by layer."""
+    """A way to hold a layer's keys and values: unchanged, offloaded or quantised."""
 
     @abc.abstractmethod
     def hold(self, keys: Tensor, values: Tensor) -> StoredKV:
-        """Hold the keys and values that a layer keeps.
+        """Store the keys and values that a layer keeps, in this storage's form.
 
         Args:
             keys: ``[batch, kv_heads, kept_len, head_dim]``.
@@ -91,13 +91,13 @@ class Storage(abc.ABC):
         """
 
     def beside(self) -> Storage:
-        """Return the storage for a layer's other tensors, which must not lose precision."""
+        """Return the storage for a layer's other tensors, such as index keys, which stay exact."""
         return self
 
 
 @attrs.frozen
 class PlainStorage(Storage):
-    """A storage that holds tensors unchanged, on their device.
+    """A storage that holds keys and values unchanged, on their device.
 
     Example:
         >>> PlainStorage().hold(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4)).nbytes()
@@ -111,7 +111,7 @@ class PlainStorage(Storage):
 
 @attrs.frozen
 class OffloadedStorage(Storage):
-    """A storage in CPU memory; a layer's tensors are copied back while it attends.
+    """A storage that holds keys and values in CPU memory, and copies them back for attention.
 
     Example:
         >>> OffloadedStorage().hold(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4)).shape
@@ -126,7 +126,7 @@ class OffloadedStorage(Storage):
 
 @attrs.frozen
 class QuantizedStorage(Storage):
-    """A storage in a few bits per number, by the quantised cache layers of Transformers.
+    """A storage that quantises keys and values to a few bits, as Transformers' cache does.
 
     The tokens that a policy keeps are quantised at once. Appended tokens stay unquantised until
     there are ``residual_length`` of them; then all tokens are quantised again.
@@ -156,7 +156,7 @@ class QuantizedStorage(Storage):
         self._layer()
 
     def _layer(self) -> Any:
-        """Make an empty quantised layer of Transformers."""
+        """Make an empty quantised cache layer of Transformers."""
         from transformers import cache_utils
 
         # The axis with which each backend groups numbers of one head.
@@ -201,14 +201,14 @@ class QuantizedStorage(Storage):
 
 @attrs.define(eq=False)
 class _Used:
-    """A counter of the taken slots of two buffers, shared by all objects that hold them."""
+    """A counter of the slots in use in two buffers that several objects share."""
 
     slots: int
 
 
 @attrs.frozen(eq=False)
 class Plain(StoredKV):
-    """The first ``length`` slots of two buffers, which may be longer and shared.
+    """The keys and values in the first ``length`` slots of two buffers, which others may share.
 
     Appended tokens are written behind these slots if nothing is there yet; otherwise all slots are
     copied to new buffers. So the slots that another object sees never change.
@@ -222,7 +222,7 @@ class Plain(StoredKV):
 
     @staticmethod
     def of(keys: Tensor, values: Tensor, device: torch.device) -> Plain:
-        """Hold whole tensors, copied if they are views into larger ones."""
+        """Store whole keys and values, copied if they are views into larger tensors."""
         length = keys.shape[2]
         return Plain(own_storage(keys), own_storage(values), device, length, _Used(length))
 
@@ -270,7 +270,7 @@ class Plain(StoredKV):
         return Plain(held.keys, held.values, held.device, after, held.used)
 
     def _may_write(self, keys: Tensor, values: Tensor) -> bool:
-        """True if autograd allows writing into the buffers, as it does outside of training."""
+        """True if autograd lets the buffers be written in place: nothing requires a gradient."""
         return not any(each.requires_grad for each in (keys, values, self.keys, self.values))
 
     def _has_room(self, after: int) -> bool:
@@ -284,38 +284,38 @@ class Plain(StoredKV):
         return self if self._has_room(after) else self._in_buffers(after)
 
     def has_room_for(self, keys: Tensor, values: Tensor) -> bool:
-        """True if these tokens can be written after the slots held, without a copy."""
+        """True if new tokens fit behind the slots in use without copying the buffers."""
         return self._may_write(keys, values) and self._has_room(self.length + keys.shape[2])
 
     def moved(self, capacity: int) -> Plain:
-        """Copy the slots to new buffers with this capacity."""
+        """Return a copy in new buffers with ``capacity`` slots."""
         return self._in_buffers(capacity)
 
     def into(self, keys: Tensor, values: Tensor) -> Plain:
-        """Copy the slots into the first slots of two buffers that nothing else holds."""
+        """Return a copy in the first slots of two given buffers that nothing else uses."""
         keys[:, :, : self.length] = self.keys[:, :, : self.length]
         values[:, :, : self.length] = self.values[:, :, : self.length]
         return Plain(keys, values, self.device, self.length, _Used(self.length))
 
     def claim(self) -> tuple[Tensor, Tensor]:
-        """Return the whole buffers, and let only the caller write after the slots held."""
+        """Return the whole buffers; until `release` only the caller may write to free slots."""
         self.used.slots = self.capacity
         return self.keys, self.values
 
     def written(self, count: int) -> Plain:
-        """Return an object with ``count`` more slots, which the caller of `claim` has written."""
+        """Return a copy that counts ``count`` more slots, written by the caller of `claim`."""
         return Plain(self.keys, self.values, self.device, self.length + count, self.used)
 
     def release(self) -> None:
-        """End `claim`, so that tokens can be appended here again."""
+        """End `claim`, so that tokens can be appended to this object again."""
         self.used.slots = self.length
 
     def _grown(self, after: int) -> Plain:
-        """Copy the slots to larger buffers."""
+        """Return a copy in larger buffers, with room for more tokens."""
         return self._in_buffers(after + max(int(after * GROWTH_SHARE), SMALLEST_GROWTH))
 
     def _in_buffers(self, capacity: int) -> Plain:
-        """Copy the slots to new buffers with this capacity, 0 on free slots."""
+        """Return a copy in new buffers with ``capacity`` slots, 0 on free slots."""
 
         def larger(tensor: Tensor) -> Tensor:
             batch, heads, _, dim = tensor.shape
@@ -345,7 +345,7 @@ class Plain(StoredKV):
 
 @attrs.frozen(eq=False)
 class _Quantized(StoredKV):
-    """The keys and values of one layer, of which a cache layer of Transformers quantises most."""
+    """The keys and values of one layer, quantised except for the newest tokens."""
 
     storage: QuantizedStorage
     layer: Any  # of Transformers; only copies of it are updated; None if it is empty
@@ -406,7 +406,7 @@ class _Quantized(StoredKV):
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """Return the plain tensors that a quantised tensor is made of."""
+    """Return the plain tensors of which a quantised tensor consists, to count their bytes."""
     if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
         names, _ = value.__tensor_flatten__()
         return [each for name in names for each in _tensors_in(getattr(value, name))]
@@ -424,7 +424,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def own_storage(tensor: Tensor) -> Tensor:
-    """Return the tensor, copied if it is a view into a larger storage."""
+    """Return a tensor that shares no memory with a larger one, copied if it must be."""
     tensor = tensor.contiguous()
     if _nbytes(tensor) != tensor.numel() * tensor.element_size():
         return tensor.clone()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @attrs.frozen(eq=False)
 class SeenTokens:
-    """A record of the tokens that the model has read in every row; each forward makes a new one.
+    """An immutable record of the tokens that a cache has read, row by row; it outlives eviction.
 
     A column is one step of the batch's input. A position counts only the tokens of its own row, so
     a left-padded row has the same positions as the row without padding.
@@ -46,7 +46,7 @@ class SeenTokens:
 
     @staticmethod
     def none(batch: int, device: torch.device) -> SeenTokens:
-        """Make the record of rows in which no token has been seen."""
+        """Make the record of a batch of which nothing was read."""
         none = torch.empty(batch, 0, dtype=torch.int64, device=device)
         return SeenTokens(
             valid=torch.empty(batch, 0, dtype=torch.bool, device=device),
@@ -59,12 +59,12 @@ class SeenTokens:
 
     @property
     def batch(self) -> int:
-        """The number of rows."""
+        """The number of rows in the batch."""
         return self.valid.shape[0]
 
     @property
     def seen(self) -> int:
-        """The number of columns, padding included.
+        """The number of input columns that were read, padding included.
 
         Transformers calls it the sequence length of a cache.
         """
@@ -72,7 +72,7 @@ class SeenTokens:
 
     @property
     def unbroken(self) -> int:
-        """The number of last columns that are not padding in any row.
+        """The number of last columns in which no row has padding.
 
         Reading it waits for the device.
         """
@@ -82,11 +82,11 @@ class SeenTokens:
 
     @property
     def since(self) -> tuple[int, ...]:
-        """The number of tokens in each row of a bounded answer since layers last evicted there."""
+        """The number of tokens of each row since layers last evicted while decoding an answer."""
         return self.rows_since or (self.appended.shape[1],) * self.batch
 
     def due(self, every: int) -> tuple[int, ...]:
-        """Return the rows of a bounded answer in which layers must evict now.
+        """Return the rows in which layers must evict now, while decoding an answer.
 
         Args:
             every: Number of tokens of a row between two evictions.
@@ -95,11 +95,11 @@ class SeenTokens:
 
     @property
     def ids(self) -> Tensor:
-        """The ids of all columns, ``[batch, seen]`` int64; see ``acted_ids``."""
+        """The token ids of all columns read, ``[batch, seen]`` int64; see ``acted_ids``."""
         return torch.cat([self.acted_ids, self.appended_ids], dim=1)
 
     def positions_of(self, new_valid: Tensor) -> Tensor:
-        """Return the positions ``[batch, new_len]`` of the next tokens.
+        """Return the positions ``[batch, new_len]`` that the next tokens will have in their rows.
 
         They are -1 where ``new_valid`` is False.
         """
@@ -107,7 +107,7 @@ class SeenTokens:
         return positions.masked_fill(~new_valid, -1)
 
     def rotary_positions_of(self, new_valid: Tensor) -> Tensor:
-        """Return the rotary positions ``[batch, new_len]`` of the next tokens, 0 on padding."""
+        """Return the rotary positions ``[batch, new_len]`` for the next tokens, 0 on padding."""
         positions = self.positions_of(new_valid)
         if self.skipped is not None:
             positions = positions - self.skipped[:, None]
@@ -125,7 +125,7 @@ class SeenTokens:
         kinds: Tensor | None = None,
         bounded: bool = False,
     ) -> SeenTokens:
-        """Return a record with the next tokens added.
+        """Return a copy of the record with the next tokens added.
 
         Args:
             positions: ``[batch, new_len]`` int64, in the order the layers hold them.
@@ -157,7 +157,7 @@ class SeenTokens:
         )
 
     def _since_with(self, columns: Tensor, padded: bool) -> tuple[int, ...] | None:
-        """Return ``rows_since`` with more columns; ``padded`` says if some are padding."""
+        """Return ``rows_since`` with new columns counted; ``padded`` says if some are padding."""
         if self.rows_since is None and not padded:
             return None
         new = columns.sum(dim=1).tolist() if padded else (columns.shape[1],) * self.batch
@@ -175,7 +175,7 @@ class SeenTokens:
         return text
 
     def settled(self, every: int = 0) -> SeenTokens:
-        """Return a record in which no token counts as appended.
+        """Return a copy after the policy has acted, in which no token counts as appended.
 
         The policy has acted on all tokens.
 
@@ -194,7 +194,7 @@ class SeenTokens:
         )
 
     def kinds_at(self, positions: Tensor) -> Tensor | None:
-        """Return the kinds of the tokens at ``positions``; None if all tokens are text.
+        """Return the `TokenKind` of the tokens at ``positions``; None if all are text.
 
         ``positions`` and the result are ``[batch, kv_heads, key_len]``. The kind at position -1 has
         no meaning.
@@ -207,7 +207,7 @@ class SeenTokens:
         return kinds.gather(1, positions.clamp(min=0).flatten(1)).view(positions.shape)
 
     def without_last(self, count: int) -> SeenTokens:
-        """Return a record without the last ``count`` columns, which must have been appended."""
+        """Return a copy without the last ``count`` columns, which the policy has not acted on."""
         keep = self.seen - count
         valid, gone = self.valid[:, :keep], self.valid[:, keep:].sum(dim=1)
         since = self.rows_since
@@ -226,7 +226,7 @@ class SeenTokens:
         )
 
     def to(self, device: torch.device) -> SeenTokens:
-        """Return the record on a device."""
+        """Return a copy of the record with all tensors on a device."""
         return SeenTokens(
             valid=self.valid.to(device),
             lengths=self.lengths.to(device),
@@ -240,7 +240,7 @@ class SeenTokens:
         )
 
     def take_rows(self, rows: Tensor) -> SeenTokens:
-        """Return the record of the rows ``[count]`` of the batch."""
+        """Return a copy of the record for only the given rows ``[count]`` of the batch."""
         rows = rows.to(self.lengths.device)
         valid = self.valid.index_select(0, rows)
         since = self.rows_since
@@ -257,7 +257,7 @@ class SeenTokens:
         )
 
     def with_padding(self, valid: Tensor) -> tuple[SeenTokens, Tensor]:
-        """Mark tokens already seen as padding, for example after a row's end of text.
+        """Return a copy in which some tokens already read are padding, as after an end of text.
 
         Args:
             valid: ``[batch, seen]`` bool, False also where `self.valid` is.
@@ -280,7 +280,7 @@ class SeenTokens:
         return tokens, moved
 
     def with_answer(self, ids: Tensor, first: int) -> SeenTokens:
-        """Fill in unknown ids from the column ``first`` on, with ``ids`` ``[batch, count]``."""
+        """Return a copy with unknown ids filled in from ``ids``, from the column ``first`` on."""
         own, acted = self.ids, self.acted_ids.shape[1]
         count = max(min(self.seen - first, ids.shape[1]), 0)
         known = own[:, first : first + count]
@@ -289,7 +289,7 @@ class SeenTokens:
         return attrs.evolve(self, acted_ids=own[:, :acted], appended_ids=own[:, acted:])
 
     def first_unlike(self, ids: Tensor) -> tuple[int, int] | None:
-        """Find the first seen token whose id differs in a whole conversation.
+        """Return the first token read whose id differs in ``ids``, as row and column.
 
         It is returned as row and column, None if there is none.
 

@@ -23,7 +23,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
 class Bound(AtQueries):
-    """Remember the queries of appended tokens, and let layers evict when rows are due.
+    """Remember the queries of an answer's tokens, and let layers evict at the rule's interval.
 
     A row is due in the pass that appends its ``every``-th token since the last choice. Every layer
     then chooses, after it has attended, among all tokens it holds, the new ones included. Rows that
@@ -33,7 +33,7 @@ class Bound(AtQueries):
     bounded = True
 
     def begin(self, at: PassState) -> None:
-        """Find the rows that are due; see `AtQueries.begin`."""
+        """Find the rows in which layers must evict in this pass; see `AtQueries.begin`."""
         decoding = at.policy.decoding
         assert decoding is not None
         self._decoding = decoding
@@ -50,7 +50,7 @@ class Bound(AtQueries):
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:
-        """Remember the layer's queries, and let the layer choose if a row is due."""
+        """Remember a layer's queries, and let the layer evict if this is due in some row."""
         layer, asked = at.layers[index], self._decoding.num_queries
         if layer.facts.shows_queries:
             layer.facts.query_heads = inputs.queries.shape[1]
@@ -62,7 +62,7 @@ class Bound(AtQueries):
     def _choose(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:
-        """Let a layer choose among all tokens it holds, which are ``stored``."""
+        """Let a layer choose which of all the tokens it holds to keep."""
         layer = at.layers[index]
         held = LayerCandidates(
             layer=layer,
@@ -87,5 +87,5 @@ class Bound(AtQueries):
         chosen.store()
 
     def finish(self, at: PassState) -> SeenTokens:
-        """Count no token as appended after a choice; see `AtQueries.finish`."""
+        """Return the record of seen tokens after layers have evicted; see `AtQueries.finish`."""
         return at.tokens.settled(self._decoding.every) if self._chooses else at.tokens

@@ -25,7 +25,7 @@ from kvpolicy.selection import compress, gather_positions, gather_slots
 
 @attrs.frozen(eq=False)
 class WindowSurvivors:
-    """A selection for sliding layers: they keep all tokens that the next token's window will see.
+    """A choice for layers with a sliding window: keep all tokens that the next token's window sees.
 
     The window bounds the layer, so that the policy does not choose there. In rows shorter than the
     window, which it does not bound, the policy chooses.
@@ -53,7 +53,7 @@ class WindowSurvivors:
         seen_len: tuple[int, ...] | None = None,
         held_len: tuple[int, ...] | None = None,
     ) -> WindowSurvivors:
-        """Find the keys of a layer that its next window sees.
+        """Find the keys of a sliding layer that the next token's window sees.
 
         Args:
             positions: ``[batch, kv_heads or 1, key_len]`` int64, -1 on padding.
@@ -75,7 +75,7 @@ class WindowSurvivors:
         return WindowSurvivors(near, short, shorter, counts)
 
     def kept(self, chosen: Tensor | None) -> Tensor:
-        """Return the indices ``[batch, kv_heads or 1, kept_len]`` to keep.
+        """Return the key indices ``[batch, kv_heads or 1, kept_len]`` that the layer keeps.
 
         ``chosen`` are the policy's indices for the short rows.
         """
@@ -92,7 +92,7 @@ class WindowSurvivors:
 
 
 def carried_for(observed: RecentQueries, keys: Tensor, carries: int) -> Tensor:
-    """Return the scorer's state for each key, 0 for keys since the last choice.
+    """Return the scorer's state for each key of a layer, 0 for keys since the last eviction.
 
     It is ``[batch, kv_heads, key_len, carries]``.
 
@@ -109,7 +109,7 @@ def carried_for(observed: RecentQueries, keys: Tensor, carries: int) -> Tensor:
 
 @attrs.frozen(eq=False)
 class Due:
-    """A record of the rows of a batch in which layers choose now; the others keep all tokens.
+    """A record of the rows of a batch in which layers evict now; other rows keep all tokens.
 
     Args:
         rows: ``[count]`` int64, on the tokens' device.
@@ -121,7 +121,7 @@ class Due:
 
     @staticmethod
     def of(rows: Sequence[int], tokens: SeenTokens) -> Due | None:
-        """Record the ``rows`` that choose now; None if they are all rows of the batch, or none."""
+        """Record the ``rows`` in which layers evict now; None if these are all rows, or none."""
         if len(rows) in (0, tokens.batch):
             return None
         which = on_device(rows, tokens.lengths.device)
@@ -130,7 +130,7 @@ class Due:
 
 @attrs.frozen(eq=False)
 class LayerCandidates:
-    """A record of all tokens that a layer holds while an answer is decoded, to choose among.
+    """A record of all tokens that a layer holds during an answer, from which it chooses.
 
     Args:
         layer: The layer.
@@ -165,7 +165,7 @@ class LayerCandidates:
         follows: Tensor | None = None,
         due: Due | None = None,
     ) -> Selection:
-        """Let the layer choose which tokens to keep.
+        """Let the layer choose which of the tokens it holds to keep.
 
         Args:
             decoding: The rule that bounds the answer.
@@ -200,7 +200,7 @@ class LayerCandidates:
         follows: Tensor | None,
         carried: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the slots that all rows keep, and the new state of the scorer; see `choose`."""
+        """Return which cache slots the layer keeps, and the scorer's new state; see `choose`."""
         if follows is not None:
             if carried is not None:
                 carried = decoding.update_state(self._context(decoding, carried))
@@ -214,7 +214,7 @@ class LayerCandidates:
         return near.kept(chosen), carried
 
     def _of_rows(self, due: Due, rows: Tensor) -> LayerCandidates:
-        """Take the rows that are due, which are ``rows`` on the layer's device."""
+        """Return a copy for only the rows in which the layer evicts now."""
         keys, values, *stored, positions = (
             each.index_select(0, rows)
             for each in (self.keys, self.values, *self.stored, self.positions)
@@ -230,7 +230,7 @@ class LayerCandidates:
         )
 
     def _with_others(self, kept: Tensor, rows: Tensor) -> Tensor:
-        """Combine the slots kept in the rows that are due with all slots of the other rows."""
+        """Combine the cache slots kept in the evicting rows with all slots of the other rows."""
         slots = torch.arange(self.positions.shape[2], device=kept.device)
         whole = torch.where(self.positions >= 0, slots, -1)
         own = pad(kept, (len(slots) - kept.shape[2], 0), value=-1)
@@ -238,7 +238,7 @@ class LayerCandidates:
         return whole[:, :, int((whole < 0).all(dim=0).all(dim=0).sum()) :]
 
     def _still_looked_at(self, decoding: DecodingEviction, due: Due | None) -> RecentQueries | None:
-        """Return the earlier queries that the next choice needs; None if it needs none."""
+        """Return the decoded queries to remember for the next eviction; None if it needs none."""
         asked, tokens, observed = decoding.num_queries, self.tokens, self.observed
         if due is None and (not asked or asked <= decoding.every):
             return None
@@ -248,7 +248,7 @@ class LayerCandidates:
         return observed.last(asked, tokens, tokens.unbroken) if asked else None
 
     def _padding_first(self) -> tuple[LayerCandidates, Tensor | None]:
-        """Move padding among an answer's columns to the left; return the result and the order."""
+        """Sort each head's padding before its tokens; return the result and the order of slots."""
         if not (self.tokens.padded or self.layer.contents.padded):
             return self, None
         order = (self.positions >= 0).to(torch.uint8).argsort(dim=2, stable=True)
@@ -294,7 +294,7 @@ class LayerCandidates:
 
 @attrs.frozen(eq=False)
 class Selection:
-    """A choice of the tokens that a layer keeps.
+    """A layer's choice of the tokens to keep, not yet stored in the layer.
 
     Args:
         held: The tokens that the layer holds, padding on the left.
@@ -312,7 +312,7 @@ class Selection:
     observed: RecentQueries | None
 
     def store(self, *, room: int | None = None) -> None:
-        """Store the choice in the layer, with memory reserved for ``room`` more tokens.
+        """Store the kept tokens in the layer, with memory for ``room`` more tokens.
 
         None for ``room`` reserves the layer's own number.
         """

@@ -23,7 +23,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.define(eq=False)
 class StaticChoice:
-    """The rule and the recent queries by which layers evict from fixed buffers.
+    """A rule, with the layers' last queries, by which layers evict from fixed buffers.
 
     Args:
         decoding: The rule that bounds the answer.
@@ -48,7 +48,7 @@ class StaticChoice:
         windows: Sequence[int | None],
         implementation: str,
     ) -> StaticChoice:
-        """Make the rings of all layers, and load the queries that layers remember."""
+        """Make a ring buffer for every layer, filled with the queries remembered so far."""
         rings: list[StaticQueries | None] = []
         slots: dict[torch.device, Tensor] = {}
         for layer in layers:
@@ -63,7 +63,7 @@ class StaticChoice:
         return choice
 
     def load(self, layers: Sequence[PolicyLayer]) -> None:
-        """Load the queries that the layers remember into their rings."""
+        """Copy the queries that the layers remember into the layers' ring buffers."""
         self.begun = []
         for layer, ring in zip(layers, self.rings, strict=True):
             self.begun.append(0 if ring is None else min(layer.observed.count, ring.capacity))
@@ -71,12 +71,12 @@ class StaticChoice:
                 ring.load(layer.observed)
 
     def advance(self, step: int) -> None:
-        """Set the ring slot for the token of a step, counted from 0."""
+        """Set the ring slot for the query of decoding step ``step``, counted from 0."""
         for ring, begun in self._first_rings():
             ring.slot.fill_((begun + step) % ring.capacity)
 
     def _first_rings(self) -> list[tuple[StaticQueries, int]]:
-        """Return one ring for each slot tensor that several rings share.
+        """Return one ring buffer for each slot counter, which the rings on a device share.
 
         Each comes with the number of queries it began with.
         """
@@ -85,7 +85,7 @@ class StaticChoice:
         return list(found.values())
 
     def read(self, layers: Sequence[PolicyLayer], steps: int, seen: int) -> None:
-        """Copy the queries in the rings to the layers, after a number of steps.
+        """Copy the queries in the ring buffers to the layers, after a number of decoding steps.
 
         Args:
             layers: The layers of the cache.
@@ -97,7 +97,7 @@ class StaticChoice:
                 layer.observed = ring.read(begun, steps, seen, layer.observed)
 
     def check_shown(self, layers: Sequence[PolicyLayer]) -> None:
-        """Check that the queries of every step were observed.
+        """Check that the model's attention has shown the queries of every decoding step.
 
         Raises:
             UnsupportedModelError: Queries are missing.
@@ -112,7 +112,7 @@ class StaticChoice:
             raise not_shown()
 
     def choose(self, layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
-        """Let every layer choose; `take` stores the choices later."""
+        """Let every layer choose the tokens to keep, for `take` to store later."""
         self.pending = [
             self._of_layer(index, layer, len(layers), tokens)
             for index, layer in enumerate(layers)
@@ -144,7 +144,7 @@ class StaticChoice:
         return held.choose(self.decoding, near, self.implementation)
 
     def take(self) -> None:
-        """Store the choices made by `choose` in the layers, each in its own memory.
+        """Store the choices that `choose` has made in the layers, each in memory of its own.
 
         If this is interrupted, the next call continues with the remaining choices.
         """
@@ -153,7 +153,7 @@ class StaticChoice:
             self.pending.pop(0)
 
     def capacity_for(self, index: int, layer: PolicyLayer, until: int, left: int) -> int:
-        """Return how many slots a layer needs.
+        """Return how many slots the fixed buffer of a layer needs.
 
         Args:
             index: Index of the layer.
@@ -164,13 +164,13 @@ class StaticChoice:
         return min(self._bound(index, layer, until), layer.kept_len + left)
 
     def _bound(self, index: int, layer: PolicyLayer, until: int) -> int:
-        """Return how many slots a layer needs for an answer of any length."""
+        """Return how many slots the fixed buffer of a layer needs for an answer of any length."""
         most = None if self.windows[index] is not None else self.decoding.most_tokens
         bound = layer.kept_len + until
         return bound if most is None else max(bound, most + self.decoding.every)
 
     def fits(self, index: int, layer: PolicyLayer, capacity: int, left: int) -> bool:
-        """True if a layer that has just chosen fits buffers that are not needlessly long.
+        """True if a layer that has just evicted fits its buffer, and the buffer is not too long.
 
         Args:
             index: Index of the layer.
@@ -186,7 +186,7 @@ class StaticChoice:
 
 
 def not_shown() -> UnsupportedModelError:
-    """Make the error for a model whose queries were not observed at every step."""
+    """Make the error for a model whose attention did not show the queries of every step."""
     return UnsupportedModelError(
         "model must hand the mask of a layer to its attention function as it is where a policy "
         "looks at the queries of an answer, but did not show them all; leave max_new_tokens of the "

@@ -12,7 +12,7 @@ from kvpolicy.integrations.transformers.state.recent_queries import RecentQuerie
 
 @attrs.define(eq=False)
 class StaticQueries:
-    """A ring buffer into which a layer's attention writes its queries, one token at a time.
+    """A ring buffer into which a layer's attention writes each decoded token's queries.
 
     Args:
         queries: ``[batch, query_heads, capacity, head_dim]``.
@@ -27,7 +27,7 @@ class StaticQueries:
     def like(
         keys: Tensor, query_heads: int, decoding: DecodingEviction, slot: Tensor
     ) -> StaticQueries:
-        """Make a ring for a layer with keys ``[batch, kv_heads, ..., head_dim]``."""
+        """Make a ring buffer for a layer with keys ``[batch, kv_heads, ..., head_dim]``."""
         asked = decoding.num_queries
         # One more than is asked for, since the last token may be removed again.
         capacity = decoding.every if asked is None else asked + 1
@@ -36,22 +36,22 @@ class StaticQueries:
 
     @property
     def capacity(self) -> int:
-        """The number of queries that the ring can hold."""
+        """The number of tokens whose queries fit into the ring buffer."""
         return self.queries.shape[2]
 
     def write(self, queries: Tensor, mask: Tensor, values: Tensor | None) -> None:
-        """Write the queries of one token; see `QueryRing.write`."""
+        """Write one token's queries into the ring buffer; see `QueryRing.write`."""
         self.queries.index_copy_(2, self.slot, queries)
 
     def load(self, observed: RecentQueries) -> None:
-        """Load the queries that a layer remembers."""
+        """Fill the ring buffer with the last queries that a layer remembers."""
         count = min(observed.count, self.capacity)
         self.queries.fill_(torch.nan)  # marks unwritten queries
         if count and observed.queries is not None:
             self.queries[:, :, :count] = observed.queries[:, :, observed.count - count :]
 
     def read(self, begun: int, steps: int, end: int, observed: RecentQueries) -> RecentQueries:
-        """Return the queries that the layer remembers now.
+        """Return the queries in the ring buffer, oldest first, as the layer's record.
 
         Args:
             begun: Number of queries that the ring began with.

@@ -29,7 +29,7 @@ from kvpolicy.selection import gather_slots
 
 
 def takes_places(decoding: DecodingEviction) -> bool:
-    """True if a rule evicts, at every step, the token that the last query attends to least."""
+    """True if a rule evicts one token per step: the one that the last query attends to least."""
     return (
         decoding.every == 1
         and decoding.scorer is not None
@@ -41,7 +41,7 @@ def takes_places(decoding: DecodingEviction) -> bool:
 
 @attrs.define(eq=False)
 class Places:
-    """A table of all layers: which token is in which slot, and which slot is next.
+    """A table, for all layers and heads, of the token in each slot and of the next slot to write.
 
     Args:
         held: ``[layers, batch, kv_heads, capacity]`` int64 positions, -1 on free slots.
@@ -69,7 +69,7 @@ class Places:
         capacity: int,
         protected: int,
     ) -> Places:
-        """Make the table of layers that hold fewer tokens than there are slots."""
+        """Make the table for layers that hold fewer tokens than their buffers have slots."""
         places, masks = [], []
         heads = layers[0].facts.query_heads
         for layer in layers:
@@ -94,7 +94,7 @@ class Places:
         )
 
     def choose(self) -> None:
-        """Find each head's next slot: a free one, or the slot of the least attended token.
+        """Find the slot for each head's next token: a free one, or the least attended token's.
 
         That token is forgotten. If this is called again, the slot is free.
         """
@@ -111,7 +111,7 @@ class Places:
         self.held.scatter_(3, self.slots[..., None], -1)
 
     def advance(self, positions: Tensor) -> None:
-        """Put the token at ``positions`` ``[batch, 1]`` into each head's next slot."""
+        """Enter the token at ``positions`` ``[batch, 1]`` in each head's next slot."""
         layers, _, kv_heads, _ = self.held.shape
         new = positions[None, :, None].to(self.held.device).expand(layers, -1, kv_heads, -1)
         self.held.scatter_(3, self.slots[..., None], new)
@@ -124,13 +124,13 @@ class Places:
         self.free -= 1
 
     def forget(self, positions: Tensor) -> None:
-        """Remove the tokens at ``positions`` ``[batch]`` from the table."""
+        """Free the slots of the tokens at ``positions`` ``[batch]``, one token of each row."""
         self.held.masked_fill_(self.held == positions[None, :, None, None].to(self.held.device), -1)
 
 
 @attrs.define(eq=False)
 class RollingQueries:
-    """An observer of a layer's last query, which also computes its attention if it can.
+    """A buffer of a layer's last query that also computes the query's attention weights.
 
     So the weights by which a layer evicts are those by which it attends, computed once.
 
@@ -147,7 +147,7 @@ class RollingQueries:
     scores: Scores
 
     def write(self, queries: Tensor, mask: Tensor, values: Tensor | None) -> Tensor | None:
-        """Store the query of one token whose key is written; see `QueryRing.write`."""
+        """Store one token's query and its attention weights; see `QueryRing.write`."""
         self.query.copy_(queries)
         batch, heads, _, head_dim = queries.shape
         keys = self.keys.float().flatten(0, 1)
@@ -169,7 +169,7 @@ class RollingQueries:
 
 @attrs.define(eq=False)
 class RollingKeys:
-    """A pair of buffers for a layer's keys and values, with one next slot for each head.
+    """A pair of buffers of a layer's keys and values, in which every head has a next slot.
 
     Args:
         keys: ``[batch, kv_heads, capacity, head_dim]``.
@@ -188,7 +188,7 @@ class RollingKeys:
     queries: RollingQueries
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one token; return the whole buffers, whose free slots the mask hides."""
+        """Write one token's keys and values; return the whole buffers, free slots included."""
         slot = self.slot[..., None, None]
         self.keys.scatter_(2, slot.expand(-1, -1, 1, keys.shape[3]), keys)
         self.values.scatter_(2, slot.expand(-1, -1, 1, values.shape[3]), values)
@@ -198,7 +198,7 @@ class RollingKeys:
 
 @attrs.define(eq=False)
 class RollingDecoding:
-    """A decoding of one answer in rolling slots, in place of a `StaticDecoding`.
+    """A decoding of one answer in which each new token takes the slot of an evicted one.
 
     Args:
         layers: Every layer's buffers.
@@ -233,7 +233,7 @@ class RollingDecoding:
         left: int,
         decoding: DecodingEviction,
     ) -> RollingDecoding | None:
-        """Begin decoding from the layers of a prompt; None if the layers do not allow it.
+        """Make the buffers for decoding in reused slots; None if the layers do not allow it.
 
         Args:
             layers: The layers of the cache.
@@ -280,7 +280,7 @@ class RollingDecoding:
             self.left -= 1
 
     def follow(self, layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
-        """Tell the layers which tokens are seen; their slots are unordered.
+        """Give the layers the new record of seen tokens, and leave their slots unsorted.
 
         See `StaticDecoding.follow`.
         """
@@ -289,7 +289,7 @@ class RollingDecoding:
             layer.loosen(functools.partial(self._sorted, index, tokens.appended.shape[1]))
 
     def choose(self) -> bool:
-        """Evict one token of every head without a free slot.
+        """Evict one token from every head that has no free slot.
 
         Returns:
             True if there is memory for the next token. Otherwise nothing was evicted, since layers
@@ -320,7 +320,7 @@ class RollingDecoding:
             layer.observed = RecentQueries(query, seen) if self.steps else RecentQueries()
 
     def _sorted(self, index: int, appended: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a layer's keys and values sorted by position, and the positions of the kept ones.
+        """Return a layer's keys and values sorted by position, and the kept tokens' positions.
 
         Keys and values include the appended tokens; positions do not.
         """
@@ -334,7 +334,7 @@ class RollingDecoding:
 
 
 def _are_alike(layers: Sequence[PolicyLayer]) -> bool:
-    """True if layers have one shape and one device, and their scores have no sinks."""
+    """True if all layers have one shape and one device, and no layer has attention sinks."""
     found = set()
     for layer in layers:
         if layer.held is None or layer.facts.scores is None or layer.facts.scores.sinks is not None:

@@ -56,7 +56,7 @@ KINDS: tuple[type[LayerKind], ...] = (
 
 
 def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
-    """Return the kind of each decoder layer, from its configuration and Transformers' cache.
+    """Return the kind of each decoder layer, found from the model's configuration.
 
     Args:
         config: The decoder's configuration.
@@ -93,7 +93,7 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
 
 
 def check_kinds(kinds: Sequence[LayerKind]) -> None:
-    """Check that a policy can be applied to layers of these kinds.
+    """Check that no decoder layer is of a kind that policies cannot be applied to.
 
     Raises:
         UnsupportedModelError: It cannot.
@@ -105,7 +105,7 @@ def check_kinds(kinds: Sequence[LayerKind]) -> None:
 
 
 def _producers(config: Any, called: Sequence[str]) -> dict[int, int]:
-    """Map each layer without keys of its own to the last layer of its kind that makes keys."""
+    """Map each layer that shares keys to the earlier layer of its type that makes them."""
     first = len(called) - (getattr(config, "num_kv_shared_layers", None) or 0)
     makers = {kind: index for index, kind in enumerate(called[:first])}
     return {i: makers[called[i]] for i in range(first, len(called)) if called[i] in makers}

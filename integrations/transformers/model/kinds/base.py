@@ -10,7 +10,7 @@ import attrs
 
 @attrs.frozen
 class LayerKind(abc.ABC):
-    """A kind of decoder layer: the tensors it holds for a token, and the tokens it sees.
+    """A kind of decoder layer: what the layer holds for each token, and which tokens it sees.
 
     A model is taken apart into layers of known kinds; no other code asks for the family of a model.
     A new kind is a new file beside this one, and an entry in `KINDS`.
@@ -35,10 +35,10 @@ class LayerKind(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:
-        """Return this kind with the layer's settings if the layer is of this kind; else None."""
+        """Return this kind, with the layer's settings, if it describes the layer; else None."""
 
     def refusal(self, index: int) -> str | None:
-        """Return why no policy can be applied to a model with this layer; None if it can.
+        """Return why a model with such a layer is refused; None if policies can be applied to it.
 
         ``index`` is the index of the layer.
         """
@@ -47,7 +47,7 @@ class LayerKind(abc.ABC):
 
 @attrs.frozen
 class LayerFacts:
-    """A record of one layer's facts, as its model and Transformers' cache describe it.
+    """A record of how the model's configuration and Transformers' cache describe one layer.
 
     Args:
         index: Index of the layer.

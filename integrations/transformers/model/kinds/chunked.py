@@ -12,7 +12,7 @@ from kvpolicy.integrations.transformers.model.masks import Chunk
 
 @attrs.frozen
 class ChunkedAttention(LayerKind):
-    """A layer that holds keys and values of the current chunk only, so that it needs no policy.
+    """A layer that attends only within chunks of the context, so that it needs no policy.
 
     Chunks begin at multiples of their length, counted in original positions even after tokens were
     dropped in earlier layers. In a context longer than a chunk the policy chooses nothing in this

@@ -11,7 +11,7 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class CrossAttention(LayerKind):
-    """A layer that holds keys and values of images, so that there is nothing to choose.
+    """A layer that attends to images, whose keys and values no policy evicts.
 
     Their number does not depend on the number of tokens. Each token attends to them independently,
     and without images the layer is skipped. Tokens cannot be dropped after it, since its queries

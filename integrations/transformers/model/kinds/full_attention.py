@@ -11,7 +11,7 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class FullAttention(LayerKind):
-    """A layer that holds keys and values of every token; a selector chooses per KV head."""
+    """A layer that attends to all tokens before; a policy evicts its tokens per KV head."""
 
     name: ClassVar[str] = "full attention"
 

@@ -11,7 +11,7 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class Indexed(LayerKind):
-    """A layer that holds an index key for each token, beside keys and values (DeepSeek Sparse).
+    """A layer whose indexer picks keys by an extra index key of each token (DeepSeek Sparse).
 
     A latent may take the place of keys and values. The indexer scores the index keys for each
     query, which then attends to the best few. The keys, values and index key of a token are kept or

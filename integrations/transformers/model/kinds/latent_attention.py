@@ -11,7 +11,7 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class LatentAttention(LayerKind):
-    """A layer that holds a latent and a rotary key of every token (MLA).
+    """A layer that holds a latent and a rotary key of each token for all heads together (MLA).
 
     Attention computes keys and values from them. A policy's scorer sees these keys and values, head
     by head. All heads keep the same tokens, chosen by the mean of their saliency: the selector gets

@@ -11,7 +11,7 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class Recurrent(LayerKind):
-    """A layer that holds a state of fixed size, so that there is nothing to choose.
+    """A layer that holds a state of fixed size, of which a policy can evict nothing.
 
     Tokens cannot be dropped after it, since it has no queries. After a restart, or after an earlier
     layer has dropped tokens, it reads the remaining ones in their order, as if there were no

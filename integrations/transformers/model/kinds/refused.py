@@ -26,7 +26,7 @@ _CACHED_AS = {
 
 @attrs.frozen
 class Refused(LayerKind):
-    """A layer of a kind that no policy can be applied to.
+    """A layer of a kind to which no policy can be applied.
 
     Args:
         called: A few words for the kind.
@@ -43,7 +43,7 @@ class Refused(LayerKind):
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:
-        """Accept any layer, so that it must be tried last."""
+        """Return this kind for any layer, so that it must be tried last."""
         found = _REASONS.get(layer.kind) or _CACHED_AS.get(layer.cached_as or "")
         return cls(*(found or (layer.kind, f"is cached as {layer.cached_as}")))
 

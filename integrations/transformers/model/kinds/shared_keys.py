@@ -11,7 +11,7 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class SharedKeys(LayerKind):
-    """A layer that makes no keys: it sees an earlier layer's keys, after the prompt the kept ones.
+    """A layer that makes no keys of its own, and attends to the kept keys of an earlier layer.
 
     Its positions are those of the earlier layer, the producer. Only the producer's queries decide
     what is kept, so that tokens cannot be dropped after this layer. If tokens were dropped between

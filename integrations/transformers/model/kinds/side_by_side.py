@@ -16,7 +16,7 @@ _CACHED_AS = (
 
 @attrs.frozen
 class SideBySide(LayerKind):
-    """A layer that holds keys and values of every token, and a state beside them.
+    """A layer with attention and a recurrence: keys and values of each token, and a state.
 
     The policy chooses among keys and values; the state is held whole. Tokens may be dropped after
     this layer, since its queries are seen: both parts have then read all tokens that reached the

@@ -11,7 +11,7 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class SlidingWindow(LayerKind):
-    """A layer that holds keys and values of its window only, so that it needs no policy.
+    """A layer that holds only the tokens in its sliding window, so that it needs no policy.
 
     In a context longer than the window the policy chooses nothing in this layer. Tokens cannot be
     dropped after it, since it has not seen all of them. Windows are measured in original positions,

@@ -11,7 +11,7 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class Tokenwise(LayerKind):
-    """A layer that is only an MLP or experts, and holds nothing."""
+    """A layer that is only an MLP or experts, and holds nothing in the cache."""
 
     name: ClassVar[str] = "without attention"
     attends: ClassVar[bool] = False
