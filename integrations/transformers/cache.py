@@ -23,6 +23,7 @@ from kvpolicy.integrations.transformers.fitting import (
     check_room,
     find_heads,
     fit,
+    reserved_slots,
 )
 from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
 from kvpolicy.integrations.transformers.forward.facts import ModelFacts
@@ -251,8 +252,9 @@ class PolicyCache(DispatchedCache):
         saved = SavedCache.read(path)
         policy = saved.policy_of(path, policy)
         cache = cls(policy, storage, max_new_tokens=max_new_tokens)
+        room = reserved_slots(policy, max_new_tokens)
         for layer in saved.layers:
-            layer.storage, layer.room = cache.storage, cache._reader.room
+            layer.storage, layer.room = cache.storage, room
         cache.layers[:] = saved.layers
         cache._reader.now = ReadState(saved.tokens, saved.propagated, saved.starts_turn)
         cache._loaded_for = saved.model
@@ -368,7 +370,7 @@ class PolicyCache(DispatchedCache):
             raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
         self._reader.abandon_forward()
         if tokens_to_remove:
-            self._reader.fixed.end()
+            self._reader.end_answer()
         if tokens_to_remove and self._reader.chunks is not None:
             raise ValueError("tokens_to_remove must be 0 while a prompt is read in chunks")
         count = -tokens_to_remove
@@ -427,7 +429,7 @@ class PolicyCache(DispatchedCache):
                 f"rows must be indices of the cache's {self._reader.tokens.batch} rows, in "
                 f"[0, {self._reader.tokens.batch - 1}], got {rows.tolist()}"
             )
-        self._reader.fixed.end()
+        self._reader.end_answer()
         self._reader.tokens = tokens = self._reader.tokens.take_rows(rows)
         for layer in self.layers:
             layer.take_rows(rows, tokens)

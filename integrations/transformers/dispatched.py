@@ -55,6 +55,9 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
         """
+        growing = self._reader.unhooked.layers
+        if growing is not None:
+            return growing[layer_idx].write(key_states, value_states)
         static = self._reader.fixed.buffers
         if static is not None:
             return static.layers[layer_idx].write(key_states, value_states)
@@ -179,7 +182,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         """
         layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
         without_image = isinstance(layer, CrossLayer) and layer.images is None
-        return 0 if without_image else self._reader.seen
+        return 0 if without_image else self._reader.seen_by(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the number of keys and the column offset for the next attention mask.
@@ -187,7 +190,9 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         The offset is the number of columns seen but not stored. An attention module that computes
         distances between queries and keys gets all columns seen instead.
         """
-        run = self._reader.run
+        run, unhooked = self._reader.run, self._reader.unhooked
+        if unhooked.layers is not None:
+            return unhooked.mask_sizes(query_length, layer_idx, self._reader.seen_by(layer_idx))
         columns = None if run is None else run.columns(layer_idx)
         if columns is not None:
             return columns.keys, 0

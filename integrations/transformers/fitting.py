@@ -14,6 +14,7 @@ from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprin
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.recurrent import layer_for, link
 from kvpolicy.integrations.transformers.state.storage import PlainStorage
+from kvpolicy.policy import CachePolicy
 
 
 def fit(reader: ForwardDispatcher, parts: ModelParts, loaded_for: ModelFingerprint | None) -> None:
@@ -28,7 +29,7 @@ def fit(reader: ForwardDispatcher, parts: ModelParts, loaded_for: ModelFingerpri
         ValueError: Another model has filled the cache.
     """
     if reader.tokens is None:
-        room = reader.room
+        room = reserved_slots(reader.policy, reader.max_new_tokens)
         reader.layers[:] = [layer_for(kind, reader.storage, room) for kind in parts.kinds]
         link(reader.layers)
     elif len(reader.layers) != parts.num_layers:
@@ -47,13 +48,26 @@ def fit(reader: ForwardDispatcher, parts: ModelParts, loaded_for: ModelFingerpri
         _move_to(reader, parts)
 
 
+def reserved_slots(policy: CachePolicy, longest: int | None) -> int:
+    """Return how many slots each layer reserves for the tokens of an answer.
+
+    Args:
+        policy: The policy of the cache.
+        longest: Number of tokens of the longest answer; None if unknown.
+    """
+    if policy.decoding is None:
+        return longest or 0
+    every = policy.decoding.every
+    return every if longest is None else min(longest, every)
+
+
 def check_room(reader: ForwardDispatcher, parts: ModelParts, longest: int | None) -> None:
     """Check that a cache reserves memory for no more tokens than a model has positions.
 
     Raises:
         ValueError: It reserves memory for more.
     """
-    most, room = parts.max_positions, reader.room_for(longest)
+    most, room = parts.max_positions, reserved_slots(reader.policy, longest)
     if most is None or room <= most:
         return
     name, remedy = "max_new_tokens", "the longest answer you expect, or None to let it grow"

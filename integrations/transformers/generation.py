@@ -101,12 +101,15 @@ class Turn:
             it.
         takes_back: Whether tokens that were read may be removed again, as rejected draft tokens
             are.
+        unhooked: The largest number of answer tokens, if these may be decoded without hooks; None
+            if they may not.
     """
 
     given: Given
     may_be_static: bool
     in_parts: bool
     takes_back: bool
+    unhooked: int | None
 
     def of(self, cache: PolicyCache) -> AbstractContextManager[None]:
         """Return the context manager in which an attached cache reads and answers this turn.
@@ -121,13 +124,16 @@ class Turn:
                 "recurrent layers, from whose state draft tokens cannot be taken back"
             )
         prompt_end = self.given.context_len if self.in_parts else None
-        return cache.reader.new_turn(prompt_end, may_be_static=self.may_be_static)
+        return cache.reader.new_turn(
+            prompt_end, may_be_static=self.may_be_static, unhooked=self.unhooked
+        )
 
     def note_answer(self, cache: PolicyCache, output: Any) -> None:
         """Record an answer's ids in the cache, since decoding into fixed buffers does not."""
         sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
         first = self.given.context_len
-        if self.may_be_static and isinstance(sequences, Tensor) and first:
+        unknown = self.may_be_static or self.unhooked is not None
+        if unknown and isinstance(sequences, Tensor) and first:
             cache.reader.note_answer(sequences[:, self.given.ids_len :], first)
 
 
@@ -229,16 +235,33 @@ def check_generation(
     if config.prefill_chunk_size is not None:
         _check_chunks(model, given, kwargs, config.prefill_chunk_size, cache.reader.seen)
     _check_model_keeps_cache(model, cache, config, given.context_len)
+    alone = kwargs.get("custom_generate") is None and mode in (
+        GenerationMode.GREEDY_SEARCH,
+        GenerationMode.SAMPLE,
+    )
     return Turn(
         given,
         in_parts=chunked or mode == GenerationMode.ASSISTED_GENERATION,
         # Attention weights would be as wide as the fixed buffers.
         may_be_static=not (chunked or config.output_attentions)
-        and kwargs.get("custom_generate") is None
-        and mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        and alone
         and model.config._attn_implementation in IMPLEMENTATIONS,
         takes_back=mode == GenerationMode.ASSISTED_GENERATION,
+        unhooked=_answer_len(config, given.context_len) if alone else None,
     )
+
+
+def _answer_len(config: GenerationConfig, context_len: int | None) -> int | None:
+    """Return the largest number of tokens that `generate` decodes; None if it is unknown.
+
+    Args:
+        config: The configuration of `generate`.
+        context_len: Number of tokens of the whole context; None if unknown.
+    """
+    if config.max_new_tokens is not None:
+        return int(config.max_new_tokens)
+    longest = 20 if config.max_length is None else int(config.max_length)
+    return None if context_len is None else max(longest - context_len, 0)
 
 
 def _check_chunks(model: Any, given: Given, kwargs: dict[str, Any], size: int, seen: int) -> None:

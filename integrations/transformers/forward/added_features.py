@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.forward.inputs import span_of, take_columns
+from kvpolicy.integrations.transformers.forward.inputs import inputs_of, span_of, take_columns
 
 # Names of the mask and of the features in a decoder's arguments, and whether the features are added
 # after a layer (else before).
@@ -129,3 +129,18 @@ def span_with_features(
     cut = {layer: each.flatten(0, -2)[rows[own]] for layer, each in features.features.items()}
     as_given = cut if isinstance(arguments[name], Mapping) else list(cut.values())
     return {**span, mask_name: own, name: as_given}
+
+
+def without_seen(arguments: dict[str, Any], seen: int, prompt_end: int) -> dict[str, Any]:
+    """Cut a forward that repeats the whole conversation to the columns not seen before.
+
+    Args:
+        arguments: By name.
+        seen: Columns seen before the forward.
+        prompt_end: Number of columns of the conversation at the end of its prompt.
+    """
+    mask, columns = arguments.get("attention_mask"), inputs_of(arguments).shape[1]
+    whole = not isinstance(mask, Tensor) or mask.shape[-1] == columns
+    if not whole or columns < prompt_end:
+        return arguments
+    return {**span_with_features(arguments, 0, seen, columns), "attention_mask": mask}

@@ -40,6 +40,7 @@ class LayerAttention:
         narrowed: Its second run, for some of its tokens; None if it runs once.
         told: The columns that the cache has given its attention for keys and queries; None if its
             attention has not asked.
+        is_free: Whether no layer was given a mask, or asked for these columns.
     """
 
     def __init__(self, call: Call, made: Pass, at: PassState) -> None:
@@ -52,6 +53,7 @@ class LayerAttention:
         self.places = at.reach.positions
         self.narrowed: Narrowed | None = None
         self.told: Columns | None = None
+        self.is_free = True
         self._shared: dict[int, SharedKeys] = {}
         self._padding_of: tuple[Tensor, Tensor | None] | None = None
 
@@ -103,6 +105,8 @@ class LayerAttention:
         if isinstance(layer, IndexedLayer):
             return self._for_indexer(index, layer, hidden, here)
         here = masks.arguments(index, hidden, here)
+        if kwargs.get("attention_mask") is not None or here.get("attention_mask") is not None:
+            self.is_free = False
         if index in masks.lenders:
             own, mask = masks.own_block(kwargs), here.get("attention_mask")
             self._shared[index] = SharedKeys.of(layer, masks, self._reach, hidden, own, mask)
@@ -186,6 +190,7 @@ class LayerAttention:
         else:
             queries = reach.positions.amax(dim=0)
         self.told = Columns(count, queries)
+        self.is_free = False
         return self.told
 
     def attend(

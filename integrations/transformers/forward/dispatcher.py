@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from kvpolicy.checks import check_count
 from kvpolicy.errors import CacheInUseError, UnsupportedGenerationError, UnsupportedModelError
-from kvpolicy.integrations.transformers.forward.added_features import span_with_features
+from kvpolicy.integrations.transformers.forward.added_features import (
+    span_with_features,
+    without_seen,
+)
 from kvpolicy.integrations.transformers.forward.arriving import Arriving
 from kvpolicy.integrations.transformers.forward.chunks import Chunks
 from kvpolicy.integrations.transformers.forward.facts import ModelFacts, keeps_everything
@@ -26,6 +29,7 @@ from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.forward.passes import KeyUse
 from kvpolicy.integrations.transformers.forward.plan import Arrival
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
+from kvpolicy.integrations.transformers.forward.unhooked_answer import UnhookedAnswer
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -72,11 +76,13 @@ class ForwardDispatcher:
         self.run: PassRun | None = None
         self.facts: ModelFacts | None = None
         self.fixed = FixedAnswer(self)
+        self.unhooked = UnhookedAnswer(self)
         self.attachment: Attachment | None = None
         self.filled_by: weakref.ref[nn.Module] | None = None
         self.appends = False
         self._forward: ForwardRun | None = None
-        self._in_generate = False  # it may pass the whole conversation again
+        self._given: dict[str, Any] = {}  # the decoder's arguments in the forward under way
+        self._in_generate = False
         self._first_output: Any = None  # of the prompt, if draft tokens came with it
         self._undo: ReadState | None = None  # of the forward under way
         self._before_call: ReadState | None = None
@@ -88,6 +94,7 @@ class ForwardDispatcher:
     @property
     def tokens(self) -> SeenTokens | None:
         """The record of the tokens that the cache has read; None if it has read none."""
+        self.unhooked.settle()
         return self.now.tokens
 
     @tokens.setter
@@ -102,7 +109,12 @@ class ForwardDispatcher:
     @property
     def seen(self) -> int:
         """The number of input columns that the cache has read, padding included."""
-        return 0 if self.now.tokens is None else self.now.tokens.seen
+        return self.seen_by(0)
+
+    def seen_by(self, index: int) -> int:
+        """Return the number of columns that a layer has seen, padding included."""
+        before = 0 if self.now.tokens is None else self.now.tokens.seen
+        return before + self.unhooked.seen_since(index)
 
     @property
     def placed(self) -> CachePolicy:
@@ -125,9 +137,9 @@ class ForwardDispatcher:
         return self.acts_next and not keeps_everything(self.placed, len(self.layers))
 
     @property
-    def is_static(self) -> bool:
-        """True if an answer is being decoded into fixed buffers."""
-        return self.fixed.buffers is not None
+    def is_unhooked(self) -> bool:
+        """True if an answer is being decoded into fixed buffers, or without hooks."""
+        return self.fixed.buffers is not None or self.unhooked.layers is not None
 
     @property
     def makes_masks(self) -> bool:
@@ -137,25 +149,10 @@ class ForwardDispatcher:
         """
         return self.run is not None and self.run.made.in_prompt and not self.run.at.first
 
-    @property
-    def room(self) -> int:
-        """The number of slots that each layer reserves for the tokens of an answer."""
-        return self.room_for(self.max_new_tokens)
-
-    def room_for(self, longest: int | None) -> int:
-        """Return how many slots each layer reserves for an answer of at most ``longest`` tokens.
-
-        Args:
-            longest: Number of tokens of the longest answer; None if unknown.
-        """
-        if self.policy.decoding is None:
-            return longest or 0
-        every = self.policy.decoding.every
-        return every if longest is None else min(longest, every)
-
     def recorded(self) -> ReadState:
         """Record the cache's whole state, so that a forward can be undone."""
-        return attrs.evolve(self.now, layers=held_by(self.layers))
+        layers = held_by(self.layers)
+        return attrs.evolve(self.now, layers=layers)
 
     def _go_back(self, before: ReadState) -> None:
         """Return the cache to a state that was recorded before."""
@@ -166,10 +163,19 @@ class ForwardDispatcher:
     def reset(self) -> None:
         """Forget all that was read, so that the next forward reads a first prompt."""
         self.abandon_forward()
-        self.fixed.end()
+        self.end_answer()
         for layer in self.layers:
             layer.reset()
         self.now = ReadState()
+
+    def end_answer(self, *, failed: bool = False) -> None:
+        """End an answer that is decoded into fixed buffers or without hooks, as the model's are.
+
+        Args:
+            failed: Whether something failed, so that the last token is forgotten.
+        """
+        self.unhooked.end(failed=failed)
+        self.fixed.end(failed=failed)
 
     def take_tokens(self, tokens: SeenTokens) -> None:
         """Replace the record of the tokens seen, here and in all layers of the cache."""
@@ -207,14 +213,18 @@ class ForwardDispatcher:
 
     def _begin_turn(self, prompt_end: int | None) -> None:
         self.abandon_forward()
-        self.fixed.end()
+        self.end_answer()
         self.fixed.steps = 0
         starts = not self.appends
         self.now = attrs.evolve(self.now, starts_turn=starts, prompt_end=prompt_end, chunks=None)
 
     @contextmanager
     def new_turn(
-        self, prompt_end: int | None = None, *, may_be_static: bool = False
+        self,
+        prompt_end: int | None = None,
+        *,
+        may_be_static: bool = False,
+        unhooked: int | None = None,
     ) -> Iterator[None]:
         """Start a turn for the length of a `with` block; undo it if its prompt was not read whole.
 
@@ -222,19 +232,22 @@ class ForwardDispatcher:
             prompt_end: Number of columns of the whole context at the end of the prompt, if the
                 prompt may be read in several forwards or with draft tokens behind it.
             may_be_static: Whether the answer may be decoded into buffers of a fixed size.
+            unhooked: The largest number of answer tokens if they may be decoded without hooks.
         """
         assert self.attachment is not None
         before, outer = self.recorded(), (self._in_generate, self.fixed.allowed)
         self._begin_turn(prompt_end)
         self._in_generate = True
         self.fixed.allowed = may_be_static and self.attachment.alone and not self.appends
+        self.unhooked.most = None if self.fixed.is_compileable else unhooked
         try:
             yield
         except BaseException:
-            self.fixed.end(failed=True)
+            self.end_answer(failed=True)
             raise
         finally:
-            self.fixed.end()
+            self.end_answer()
+            self.unhooked.most = None
             self._in_generate, self.fixed.allowed = outer
             self.abandon_forward()
             if self.now.chunks is not None:
@@ -269,6 +282,8 @@ class ForwardDispatcher:
         if failed:
             self.abandon_forward()
         outer, self._outer, self._before_call = self._outer, OuterCall(), None
+        if not failed:
+            self.unhooked.begin()
         if not failed and not outer.has_reached:
             assert self.attachment is not None
             raise UnsupportedModelError(
@@ -297,19 +312,14 @@ class ForwardDispatcher:
         before = self.recorded()
         ends = True
         if self.acts_next and self.now.prompt_end is not None:
-            arguments = self._without_seen(arguments)
+            if self._in_generate and self.seen:  # it may pass the whole conversation again
+                arguments = without_seen(arguments, self.seen, self.now.prompt_end)
             missing = self.now.prompt_end - self.seen
             columns = inputs_of(arguments).shape[1]
             ends = columns >= missing
             if columns > missing:
-                if isinstance(arguments.get("attention_mask"), dict):
-                    raise UnsupportedGenerationError(
-                        "assistant_model and prompt_lookup_num_tokens must be None with a model "
-                        "that makes masks outside of its decoder, which cannot be cut into those "
-                        "of a prompt and of its drafts"
-                    )
                 arguments = self._read_prompt(arguments, missing, columns)
-        self._undo = before
+        self._undo, self._given = before, arguments
         return self._take_up(arguments, ends=ends)
 
     def _arriving(self, *, ends: bool) -> Arriving:
@@ -343,22 +353,15 @@ class ForwardDispatcher:
     def _remember(self, chunks: Chunks) -> None:
         self.now = attrs.evolve(self.now, chunks=chunks, starts_turn=True)
 
-    def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Cut the arguments of a forward over the whole conversation to columns not yet read."""
-        seen, columns = self.seen, inputs_of(arguments).shape[1]
-        mask = arguments.get("attention_mask")
-        whole = columns if not isinstance(mask, Tensor) else mask.shape[-1]
-        assert self.now.prompt_end is not None
-        if not self._in_generate or not seen or whole != columns or columns < self.now.prompt_end:
-            return arguments
-        return {
-            **span_with_features(arguments, 0, seen, columns),
-            "attention_mask": mask,
-        }
-
     def _read_prompt(self, arguments: dict[str, Any], missing: int, columns: int) -> dict[str, Any]:
         """Read the prompt in a separate forward; return the draft tokens' arguments after it."""
         assert self.attachment is not None
+        if isinstance(arguments.get("attention_mask"), dict):
+            raise UnsupportedGenerationError(
+                "assistant_model and prompt_lookup_num_tokens must be None with a model that makes "
+                "masks outside of its decoder, which cannot be cut into those of a prompt and of "
+                "its drafts"
+            )
         seen = self.seen
         prompt = {**span_with_features(arguments, seen, 0, missing), "return_dict": True}
         keep_last = self._outer.keep_last
@@ -385,11 +388,13 @@ class ForwardDispatcher:
             self.abandon_forward()
             raise
         assert self.attachment is not None
+        self.unhooked.look(run, self._given)
         self.filled_by = weakref.ref(self.attachment.parts.decoder)
         if run.made.keys is KeyUse.SELECT:
             self.now = ReadState(self.now.tokens, run.propagated)
         first, self._first_output = self._first_output, None
         self.run = self._undo = self._forward = None
+        self._given = {}
         output = run.in_order(output)
         return output if first is None else joined_outputs(first, output)
 
@@ -415,6 +420,7 @@ class ForwardDispatcher:
             self._go_back(before)
             routing.waiting.set(None)
         self.run = self._undo = self._first_output = self._forward = None
+        self._given = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the cache's state for a copy, without the attachment to a model."""

@@ -64,6 +64,7 @@ class PassRun:
         made: The pass.
         at: Its tokens, and where they stand at the current layer.
         tokens: The tokens seen, those of the pass included.
+        attention: The attention of its layers.
         attentions: The attention module of each layer; None if a layer has none that can be seen.
         pending: The keys and values handed out to a layer whose attention function has not been
             called yet; None if none is awaited.
@@ -96,7 +97,7 @@ class PassRun:
         self._keep_last = None if moved and call.keep_last != 1 else call.keep_last
         self._may_narrow = may_narrow(call, made, at.masks, self._keep_last)
         self._looking = False  # whether a layer is run until its queries are known
-        self._attention = LayerAttention(call, made, at)
+        self.attention = self._attention = LayerAttention(call, made, at)
         self.columns = self._attention.columns
         self._filling: Filling | None = None
         self._queries.begin(at)

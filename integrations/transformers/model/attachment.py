@@ -56,8 +56,8 @@ class ModelCallbacks(Protocol):
         """True if the policy acts on the next forward and may leave tokens out of the cache."""
 
     @property
-    def is_static(self) -> bool:
-        """True if an answer is being decoded into fixed buffers."""
+    def is_unhooked(self) -> bool:
+        """True if an answer is being decoded into fixed buffers, or without hooks."""
 
     @property
     def run(self) -> LayerCallbacks | None:
@@ -254,7 +254,7 @@ class Attachment(_Hooks):
             yield
             return
         self._outer.append(model)
-        handles = self._on_model(model) if not self.listener.is_static else []
+        handles = self._on_model(model) if not self.listener.is_unhooked else []
         self._handles += handles
         try:
             yield
@@ -262,7 +262,7 @@ class Attachment(_Hooks):
             self._outer.remove(model)
             for handle in handles:
                 handle.remove()
-            if not self.listener.is_static and not set(handles) & set(self._handles):
+            if not self.listener.is_unhooked and not set(handles) & set(self._handles):
                 self.attach()  # all hooks were registered again in between, also on this model
 
     def _on_model(self, model: nn.Module) -> list[RemovableHandle]:

@@ -18,7 +18,7 @@ from kvpolicy.integrations.transformers.state.storage import Plain, PlainStorage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions, gather_slots
 
-Loose = Callable[[], tuple[Tensor, Tensor, Tensor]]
+Slots = Callable[[], tuple[Tensor, Tensor, Tensor]]
 
 
 class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -40,7 +40,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         one_choice: Whether all heads keep the same tokens, even if attention gets keys of several
             heads.
         holds_more: Whether the layer may hold more than `contents`; see `beside`.
-        loose: Returns slots that another object keeps unsorted; None without. See `loosen`.
+        behind: Takes over what another object has written for the layer; None if there is none.
     """
 
     attends = True
@@ -58,7 +58,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.contents = LayerContents()
         self.facts = LayerFacts()
         self.tokens: SeenTokens | None = None
-        self.loose: Loose | None = None
+        self.behind: Callable[[], None] | None = None
         # The keys that `join` returned, and the object that already holds them.
         self._joined: tuple[Tensor, StoredKV] | None = None
         self.is_initialized = False
@@ -70,13 +70,13 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def held(self) -> StoredKV | None:
         """The keys and values of the layer; None before the first forward."""
-        if self.loose is not None:
-            self.sort()
+        if self.behind is not None:
+            self.behind()
         return self.contents.held
 
     @held.setter
     def held(self, held: StoredKV | None) -> None:
-        was, self.loose = self.contents, None
+        was, self.behind = self.contents, None
         kept = was.chosen, was.padded, was.ragged, was.counts, was.observed
         self.contents = LayerContents(held, *kept)
 
@@ -89,17 +89,13 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def observed(self, observed: RecentQueries) -> None:
         self.contents = attrs.evolve(self.contents, observed=observed)
 
-    def loosen(self, loose: Loose) -> None:
+    def loosen(self, slots: Slots) -> None:
         """Let another object hold the keys and values unsorted until the layer is next read.
 
-        ``loose`` returns their keys, values and positions in ascending order of position.
+        ``slots`` returns their keys, values and positions in ascending order of position.
         """
-        self.held, self.loose = None, loose
-
-    def sort(self) -> None:
-        """Take back keys and values that another object holds unsorted, sorted by position."""
-        if self.loose is not None:
-            self._hold(*self.loose(), room=0)
+        self.held = None
+        self.behind = lambda: self._hold(*slots(), room=0)
 
     @property
     def keys(self) -> Tensor | None:
@@ -238,7 +234,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         held = held.with_room(room) if room else held
         observed = self.contents.observed if observed is None else observed
         self.contents = LayerContents(held, chosen, padded, ragged, counts, observed)
-        self._joined = self.loose = None
+        self._joined = self.behind = None
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
@@ -403,7 +399,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
         """Return the layer to a recorded state; ``beside`` is what `beside` returned then."""
         self.contents, self.tokens = contents, tokens
-        self._joined = self.loose = None
+        self._joined = self.behind = None
         self.is_initialized = contents.held is not None
 
     def nbytes(self) -> int:

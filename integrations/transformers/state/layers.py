@@ -17,8 +17,8 @@ LayersHeld = tuple[Held, ...]
 def held_by(layers: Sequence[PolicyLayer]) -> LayersHeld:
     """Record what each cache layer holds, so that `hold_again` can restore it."""
     for layer in layers:
-        if layer.loose is not None:
-            layer.sort()
+        if layer.behind is not None:
+            layer.behind()
     return tuple(
         [
             (each.contents, each.beside() if each.holds_more else None, each.tokens)

@@ -102,8 +102,7 @@ class SavedCache:
     def _tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            layer.sort()
-            held, positions = layer.contents.held, layer.contents.chosen
+            held, positions = layer.held, layer.contents.chosen
             if held is not None and positions is not None:
                 found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
                 found[f"layers.{index}.positions"] = positions

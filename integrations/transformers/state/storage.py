@@ -16,6 +16,8 @@ from kvpolicy.checks import check_count
 # of slots below. So decoding copies its buffers only once in many steps.
 GROWTH_SHARE = 1 / 16
 SMALLEST_GROWTH = 16
+# Keys of at most so many bytes are copied with each token: to write into a buffer takes longer.
+COPIED_BYTES = 1 << 17
 
 
 class StoredKV(abc.ABC):
@@ -72,6 +74,11 @@ class StoredKV(abc.ABC):
     def taken_nbytes(self) -> int:
         """Return the bytes of slots that hold tokens, without reserved memory."""
         return self.nbytes() * self.shape[2] // max(self.capacity, 1)
+
+    @property
+    def grows_in_place(self) -> bool:
+        """True if reserved memory spares a copy of all slots when a token is appended."""
+        return False
 
     def with_room(self, count: int) -> StoredKV:
         """Return a copy with memory for ``count`` more slots, if this form can reserve memory."""
@@ -249,25 +256,40 @@ class Plain(StoredKV):
 
     def read(self) -> tuple[Tensor, Tensor]:
         """See `StoredKV.read`."""
-        keys, values = self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        whole = self.length == self.keys.shape[2]
+        keys, values = (self.keys, self.values) if whole else self._taken()
         return keys.to(self.device), values.to(self.device)
 
-    def appended(self, keys: Tensor, values: Tensor) -> StoredKV:
+    def _taken(self) -> tuple[Tensor, Tensor]:
+        """Return the taken slots of both buffers, on the buffers' device."""
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def appended(self, keys: Tensor, values: Tensor) -> Plain:
         """See `StoredKV.appended`."""
         home, after = self.keys.device, self.length + keys.shape[2]
         keys, values = keys.to(home), values.to(home)
+        if self.is_full and not self.grows_in_place:
+            joined = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+            return Plain(*joined, self.device, after, _Used(after))
         if not self._may_write(keys, values):
-            held_keys, held_values = (
-                self.keys[:, :, : self.length],
-                self.values[:, :, : self.length],
-            )
+            held_keys, held_values = self._taken()
             joined = torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
-            return Plain.of(*joined, self.device)
+            return Plain(*joined, self.device, after, _Used(after))
         held = self if self._has_room(after) else self._grown(after)
         held.keys[:, :, self.length : after] = keys
         held.values[:, :, self.length : after] = values
         held.used.slots = after
         return Plain(held.keys, held.values, held.device, after, held.used)
+
+    @property
+    def grows_in_place(self) -> bool:
+        """See `StoredKV.grows_in_place`."""
+        return self.keys.nbytes > COPIED_BYTES
+
+    @property
+    def is_full(self) -> bool:
+        """True if the buffers have no slot behind the slots held, and are where attention is."""
+        return self.length == self.keys.shape[2] and self.keys.device == self.device
 
     def _may_write(self, keys: Tensor, values: Tensor) -> bool:
         """True if autograd lets the buffers be written in place: nothing requires a gradient."""
@@ -278,7 +300,7 @@ class Plain(StoredKV):
         frozen = self.keys.is_inference() and not torch.is_inference_mode_enabled()
         return self.used.slots == self.length and after <= self.keys.shape[2] and not frozen
 
-    def with_room(self, count: int) -> StoredKV:
+    def with_room(self, count: int) -> Plain:
         """See `StoredKV.with_room`."""
         after = self.length + count
         return self if self._has_room(after) else self._in_buffers(after)
