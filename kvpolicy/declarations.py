@@ -17,7 +17,7 @@ ABOUT = {
 
 
 def still_holds(part: Part, declaration: str, *methods: str) -> bool:
-    """True if no subclass overrides a method after the class that declared a property of it.
+    """True if what a class declares about its methods also holds for a subclass's methods.
 
     A declaration that a class inherits may be false for a method that the class overrides.
 
@@ -41,7 +41,7 @@ def _holds_in(kind: Any, declaration: str, methods: tuple[str, ...]) -> bool:
 
 
 def declares(part: Part, declaration: str) -> bool:
-    """True if a part declares a property and no subclass overrides the methods it describes.
+    """True if a part declares a property, and no subclass overrides methods that it is about.
 
     Args:
         part: A scorer or a selector.

@@ -27,14 +27,14 @@ class DeferredLayer:
 
     @staticmethod
     def of(context: LayerContext, saliency: Tensor | None) -> DeferredLayer:
-        """Make a record of a scored layer, without its keys, values and queries."""
+        """Make the record of a layer that was scored, without its keys, values and queries."""
         if saliency is None:
             return DeferredLayer(context.outlined())
         saliency, context = as_stored(saliency, context.outlined())
         return DeferredLayer(context, saliency)
 
     def with_saliency(self, saliency: Tensor) -> DeferredLayer:
-        """Return a copy with another saliency ``[batch, heads, key_len]``, computed later."""
+        """Return a copy with this saliency ``[batch, heads, key_len]``, computed after the layer ran."""
         return DeferredLayer.of(self.context, saliency)
 
     def among(self, rows: Tensor) -> DeferredLayer:

@@ -318,7 +318,7 @@ class PropagationPolicy(Part, abc.ABC):
         return context.is_new_tail(self.protected_tail) | context.is_new_first(self.protected_first)
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Return each new token's score, by which it goes on or not: its mean saliency over heads.
+        """Return the score by which each new token goes on or not: its mean saliency over heads.
 
         Args:
             saliency: As given to `propagate`.
@@ -339,7 +339,7 @@ class PropagationPolicy(Part, abc.ABC):
         return frozenset()
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Return a copy with layer indices that were left open chosen for a given model.
+        """Return a copy for a given model, with a value for each layer index that was left unset.
 
         Args:
             num_layers: Layers of the model.
