@@ -96,7 +96,7 @@ class Budget:
         return kept / context_len
 
     def _rate_of(self, context_len: int, protected: int) -> float:
-        """Return the fraction of a prompt that is kept: the rate, or more to fit protected tokens."""
+        """Return the fraction of a prompt that is kept: the rate, or more if more is protected."""
         assert self.rate is not None
         return max(self.rate, min(max(protected, 1), context_len) / context_len)
 

@@ -34,7 +34,7 @@ class DeferredLayer:
         return DeferredLayer(context, saliency)
 
     def with_saliency(self, saliency: Tensor) -> DeferredLayer:
-        """Return a copy with this saliency ``[batch, heads, key_len]``, computed after the layer ran."""
+        """Return a copy with a newly computed saliency ``[batch, heads, key_len]``."""
         return DeferredLayer.of(self.context, saliency)
 
     def among(self, rows: Tensor) -> DeferredLayer:

@@ -45,7 +45,7 @@ def chosen_variants(
 
 
 def bounded(found: Sequence[Variant], options: PolicyOptions, tokens: int) -> list[Variant]:
-    """Return copies of policies that also evict while decoding, where a method has such a rule.
+    """Return copies of policies that also evict while decoding, if their method can.
 
     Args:
         found: Policies without such a rule.
@@ -72,7 +72,7 @@ def bounded(found: Sequence[Variant], options: PolicyOptions, tokens: int) -> li
 
 
 def decoding_rule(policy: CachePolicy, tokens: int, every: int | None) -> DecodingEviction | None:
-    """Return a policy's own rule for eviction while decoding; None if it has none.
+    """Make a policy's own rule for eviction while decoding; None if it cannot evict then.
 
     Args:
         policy: A method, or a composition: its scorer and its selector are the rule then.
@@ -137,7 +137,7 @@ def _methods(
 
 
 def _names(options: PolicyOptions) -> list[str]:
-    """Check the policy names given on the command line; return each once, all if none is given."""
+    """Check the policy names given on the command line, and return each once; all if none given."""
     names = options.names or tuple(registered("policy"))
     for name in names:
         takes(name, "")  # lists the known ones

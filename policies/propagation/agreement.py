@@ -135,7 +135,7 @@ class AgreementPropagation(PropagationPolicy):
 
     @staticmethod
     def _best(ranking: Tensor, budgets: Sequence[int], valid: Tensor, protected: Tensor) -> Tensor:
-        """Mark each batch row's tokens that go on if the row drops any: bool ``[batch, new_len]``."""
+        """Mark the tokens of each batch row that go on if it drops any: ``[batch, new_len]``."""
         chosen = select_top(ranking[:, None], budgets, valid=valid, protected=protected)[:, 0]
         slots = torch.zeros(ranking.shape[0], ranking.shape[1] + 1, device=ranking.device)
         slots.scatter_(1, torch.where(chosen < 0, ranking.shape[1], chosen), 1.0)

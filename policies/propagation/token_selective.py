@@ -107,7 +107,7 @@ class TokenSelectivePropagation(PropagationPolicy):
         return attrs.evolve(self, tsp_layer=nearest_layer(wanted, eligible), tsp_depth=None)
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the fraction of tokens that reach each layer: 1 up to the layer that drops tokens."""
+        """Return the fraction of tokens that reach each layer: 1 up to where tokens are dropped."""
         (layer,) = self.acting_layers(num_layers)
         rate = self.budget.fraction(context_len, protected=self.window_size + self.protect)
         return [1.0 if index <= layer else rate for index in range(num_layers)]

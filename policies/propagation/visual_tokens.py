@@ -71,7 +71,7 @@ class VisualTokenPropagation(PropagationPolicy):
         return frozenset({self.drop_layer})
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return 1 for every layer, an upper bound: the prompt decides how many tokens are visual."""
+        """Return 1 for every layer, an upper bound: prompts differ in their visual tokens."""
         self.acting_layers(num_layers)
         return [1.0] * num_layers
 

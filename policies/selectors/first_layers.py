@@ -70,7 +70,7 @@ class FirstLayersWholeSelector(WrappingSelector):
         return [1.0 if layer < self.whole_layers else rate for layer, rate in enumerate(rates)]
 
     def around(self, selector: KVSelector) -> KVSelector:
-        """Return a copy that wraps the given selector in every layer, for eviction while decoding."""
+        """Return a copy that uses the given selector in all layers, to evict while decoding."""
         return attrs.evolve(self, selector=selector, whole_layers=0)
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:

@@ -93,7 +93,7 @@ class FirstTokensWholeSelector(WrappingSelector):
         return [(first + rate * behind) / context_len for rate in rates]
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return how many tokens of each row are kept: first ones and those selected behind them."""
+        """Return how many tokens of each row are kept, with the first tokens counted."""
         behind = known_counts(self.selector, self._behind(context))
         if behind is None:
             return None
