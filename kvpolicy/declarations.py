@@ -17,7 +17,7 @@ ABOUT = {
 
 
 def still_holds(part: Part, declaration: str, *methods: str) -> bool:
-    """True if what a class declares about its methods also holds for a subclass's methods.
+    """True if a base class's claim about its methods holds, as no subclass overrides them.
 
     A declaration that a class inherits may be false for a method that the class overrides.
 
@@ -41,7 +41,7 @@ def _holds_in(kind: Any, declaration: str, methods: tuple[str, ...]) -> bool:
 
 
 def declares(part: Part, declaration: str) -> bool:
-    """True if a part declares a property, and no subclass overrides methods that it is about.
+    """True if a declared property is True and no subclass overrides what it describes.
 
     Args:
         part: A scorer or a selector.

@@ -38,7 +38,7 @@ class DeferredLayer:
         return DeferredLayer.of(self.context, saliency)
 
     def among(self, rows: Tensor) -> DeferredLayer:
-        """Return a copy with tokens only in the batch rows that ``rows`` marks."""
+        """Return a copy in which batch rows that ``rows`` does not mark hold only padding."""
         positions = self.context.positions.masked_fill(~rows, -1)
         context = attrs.evolve(self.context, positions=positions, held_len=None)
         return attrs.evolve(self, context=context)

@@ -190,7 +190,7 @@ def find_memory(
 def _answering(
     variant: Variant, cost: Estimate, options: PolicyOptions
 ) -> list[tuple[Variant, int | None]]:
-    """Return the policy without eviction during decoding, and also with it if it can evict then."""
+    """Return a policy as it is, and a second variant that also evicts while decoding if it can."""
     tokens = options.decoding_tokens or max(_kept(variant, cost), 1)
     rule = decoding_rule(variant.policy, tokens, options.decoding_every)
     if rule is None:
@@ -200,7 +200,7 @@ def _answering(
 
 
 def _kept(variant: Variant, cost: Estimate) -> int:
-    """Return how many prompt tokens a policy keeps per layer, as its decoding budget by default."""
+    """Return how many prompt tokens a policy keeps in a layer, the mean if layers differ."""
     selector = variant.policy.selector
     while isinstance(selector, WrappingSelector):
         selector = selector.selector

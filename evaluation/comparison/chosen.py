@@ -23,7 +23,7 @@ COMPOSITION = "composition"
 def chosen_variants(
     options: PolicyOptions, rates: Sequence[float | None], *, tsp_layer: int | None = None
 ) -> list[Variant]:
-    """Build every policy that the command line asks for, once for each retention.
+    """Build every policy that the command line asks for, once per retention rate or token count.
 
     Args:
         options: What the command line says.
@@ -145,7 +145,7 @@ def _names(options: PolicyOptions) -> list[str]:
 
 
 def _compositions(options: PolicyOptions, rates: Sequence[float | None]) -> list[Variant]:
-    """Build the policy composed on the command line, once for each retention it may have."""
+    """Build the policy composed from parts on the command line, once per retention rate."""
     parts = {kind: _factory(kind, options) for kind in PARTS}
     known: dict[str, Any] = {}
     told: dict[str, dict[str, Any]] = {}

@@ -109,7 +109,7 @@ def calibration_table(distances: TSPDistances) -> Table:
 
 
 def calibration_legend(distances: TSPDistances) -> list[str]:
-    """Return the legend for the table of the output's change by the layer of the drop."""
+    """Return the legend for the table of how far the output moves by drop layer."""
     lengths = distances.input_lengths
     low, high = min(lengths), max(lengths)
     tokens = f"{low:,}" if low == high else f"{low:,} to {high:,}"

@@ -16,7 +16,7 @@ INSIDE_CHARACTER, BETWEEN_TOKENS, BETWEEN_WORDS, BETWEEN_LINES = range(4)
 
 @attrs.frozen
 class Tokens:
-    """A prompt's tokens, with their text, where each may be cut off from the one before, and more.
+    """A prompt's tokens, with where each starts in the text and whether it may be cut.
 
     Args:
         text: The text.

@@ -126,7 +126,7 @@ class ModelMemory:
         loops: bool = False,
         chunk: ChunkAttention | None = None,
     ) -> Activations:
-        """Return the bytes that a forward pass needs at its moments, cache excluded.
+        """Return the bytes in use during a forward pass of the given length, cache excluded.
 
         Args:
             new_len: Tokens that it reads, at least 1.

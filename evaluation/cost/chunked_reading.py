@@ -18,7 +18,7 @@ INPUT_BYTES = 2 * 8
 
 @attrs.frozen
 class _Pieces:
-    """How a prompt is divided into forward passes: its tokens, and those of the last pass.
+    """The token counts of a chunked reading: in all, in one forward pass, and in the last one.
 
     Args:
         total: All of them.

@@ -58,7 +58,7 @@ class Reading:
 
     @property
     def waiting(self) -> list[int]:
-        """The layers that store all prompt tokens until a selector chooses for all layers at once."""
+        """The layers that store all prompt tokens until tokens are chosen for all layers."""
         return [
             index
             for index, layer in enumerate(self.shape.layers)

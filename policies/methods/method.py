@@ -68,7 +68,7 @@ kernel_size=7, group_first=False)
         """Make the scorer, the selector and the propagation policy from the method's arguments."""
 
     def _rereading(self) -> Repetition | None:
-        """Return how the prompt is read a second time; None if it is read once."""
+        """Return the settings for a second reading of the prompt; None if it is read once."""
         return None
 
     def __attrs_post_init__(self) -> None:
