@@ -187,7 +187,7 @@ class PrefillOptions:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The parameters given for policies that take them, ``protect`` among them."""
+        """The parameters from the command line, passed to each policy that takes them."""
         return self.assignments | ({} if self.protect is None else {"protect": self.protect})
 
     @property
@@ -201,7 +201,7 @@ class PrefillOptions:
         return {kind: part for kind, part in parts.items() if part is not None}
 
     def refuse(self, command: str, **reasons: str) -> None:
-        """Raise ValueError for options that make no sense in a command.
+        """Raise ValueError for given options that do not apply to a command.
 
         Args:
             command: The command.

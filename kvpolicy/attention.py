@@ -90,7 +90,7 @@ def causal_attention_peaks(context: LayerContext) -> Tensor:
 
 
 def _nothing(context: LayerContext) -> Tensor:
-    """Return float32 zeros ``[batch, query_heads, key_len]`` to add attention weights into."""
+    """Return a float32 zero tensor ``[batch, query_heads, key_len]`` to sum attention in."""
     queries = context.queries  # refused where there are none: zeros would pass for an answer
     shape = (*queries.shape[:2], context.key_len)
     return torch.zeros(shape, dtype=torch.float32, device=queries.device)

@@ -8,7 +8,7 @@ from kvpolicy.checks import check_count, check_kind, check_rate
 
 
 class DefaultRate(float):
-    """A float that marks a retention rate as a default, so that a given token count replaces it.
+    """A retention rate that is only a default: a number of tokens given by the caller replaces it.
 
     ``SnapKV(retention_tokens=512)`` leaves ``retention_rate`` at its default. This class tells the
     default from a rate that the caller wrote: giving both a rate and a number is an error.
@@ -96,7 +96,7 @@ class Budget:
         return kept / context_len
 
     def _rate_of(self, context_len: int, protected: int) -> float:
-        """Return the exact fraction of a prompt that is kept, at least that of protected tokens."""
+        """Return the fraction of a prompt that is kept: the rate, or more if more is protected."""
         assert self.rate is not None
         return max(self.rate, min(max(protected, 1), context_len) / context_len)
 

@@ -75,7 +75,7 @@ def parse_assignments(assignments: Iterable[str], option: str) -> dict[str, Any]
 
 
 def _value(text: str) -> Any:
-    """Convert a parameter's text to a number, bool or None; NaN if the text is none of these."""
+    """Convert a parameter's command-line text to a number, bool or None; NaN if it is none."""
     named = {"none": None, "true": True, "false": False}
     if text.lower() in named:
         return named[text.lower()]

@@ -254,7 +254,7 @@ class LayerContext:
         check_kind("heads", self.heads, Heads)
 
     def outlined(self) -> LayerContext:
-        """Return a copy with token data but without keys, values and queries, to save memory.
+        """Return a copy with token positions and kinds but empty keys, values and queries.
 
         A policy that chooses for all layers together holds such a context of every layer.
         """
@@ -277,7 +277,7 @@ class LayerContext:
         )
 
     def for_selector(self) -> LayerContext:
-        """Return the layer as a selector sees it: as one KV head if all heads share their storage.
+        """Return a copy for selectors, with a single KV head if all heads share stored keys.
 
         If heads share storage, the one head's keys and values are the stored tensors (several
         stored heads side by side), there are no queries, and the history is averaged over heads.
@@ -319,7 +319,7 @@ class LayerContext:
     def with_no_more(
         self, *, history_layers: int, rotary: bool, output_weight: bool
     ) -> LayerContext:
-        """Return a copy without saliency history, rotary embedding or output weights not asked for.
+        """Return a copy that keeps only the requested history, rotary embedding and output weights.
 
         Args:
             history_layers: See `Part.history_layers`.

@@ -19,7 +19,7 @@ ABOUT = {
 
 
 def still_holds(part: Part, declaration: str, *methods: str) -> bool:
-    """True if no subclass overrides a method after the class that declared a property of it.
+    """True if a base class's claim about its methods holds, as no subclass overrides them.
 
     A declaration that a class inherits may be false for a method that the class overrides.
 
@@ -61,7 +61,7 @@ def is_tested(part: Part) -> bool:
 
 
 def declares(part: Part, declaration: str) -> bool:
-    """True if a part declares a property and no subclass overrides the methods it describes.
+    """True if a declared property is True and no subclass overrides what it describes.
 
     Args:
         part: A scorer or a selector.

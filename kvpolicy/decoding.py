@@ -83,7 +83,7 @@ class DecodingEviction:
 
     @property
     def num_queries(self) -> int | None:
-        """The number of last queries an eviction reads: 0 none, None all since the last one."""
+        """The number of latest queries an eviction reads: 0 for none, None for all new ones."""
         needed = self.scorer is not None and (
             self.selector.needs_saliency or self.scorer.state_size
         )

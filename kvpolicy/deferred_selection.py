@@ -27,18 +27,18 @@ class DeferredLayer:
 
     @staticmethod
     def of(context: LayerContext, saliency: Tensor | None) -> DeferredLayer:
-        """Make a record of a scored layer, without its keys, values and queries."""
+        """Make the record of a layer that was scored, without its keys, values and queries."""
         if saliency is None:
             return DeferredLayer(context.outlined())
         saliency, context = as_stored(saliency, context.outlined())
         return DeferredLayer(context, saliency)
 
     def with_saliency(self, saliency: Tensor) -> DeferredLayer:
-        """Return a copy with another saliency ``[batch, heads, key_len]``, computed later."""
+        """Return a copy with a newly computed saliency ``[batch, heads, key_len]``."""
         return DeferredLayer.of(self.context, saliency)
 
     def among(self, rows: Tensor) -> DeferredLayer:
-        """Return a copy with tokens only in the batch rows that ``rows`` marks."""
+        """Return a copy in which batch rows that ``rows`` does not mark hold only padding."""
         positions = self.context.positions.masked_fill(~rows, -1)
         context = attrs.evolve(self.context, positions=positions, held_len=None)
         return attrs.evolve(self, context=context)

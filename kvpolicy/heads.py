@@ -74,7 +74,7 @@ class HeadShare(Heads, abc.ABC):
 
     @abc.abstractmethod
     def exchange(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all processes in their order; all have the same shape and dtype."""
+        """Send a tensor to all processes; return every process's tensor, in process order."""
 
     def mean(self, per_head: Tensor) -> Tensor:
         """Average a tensor over all heads of the layer; see `Heads.mean`."""

@@ -20,7 +20,7 @@ from kvpolicy.interfaces import KVSelector
 
 
 def known_counts(selector: KVSelector, context: LayerContext) -> tuple[int, ...] | None:
-    """Return how many tokens a selector keeps of each batch row; None if lengths alone do not tell.
+    """Return how many tokens per row a selector keeps; None if that is unknown before it selects.
 
     None where the number is not known, and where a class overrides `select` or `protected` but not
     `kept_counts`: the inherited counts may then be wrong.

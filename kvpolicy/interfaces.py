@@ -147,7 +147,7 @@ class KVSelector(Part, abc.ABC):
 
     @property
     def budget(self) -> Budget | None:
-        """The number or fraction of tokens kept per batch row; None if layers or heads differ."""
+        """The number or fraction of tokens kept per row; None if it differs by layer or head."""
         return None
 
     @property
@@ -214,7 +214,7 @@ class KVSelector(Part, abc.ABC):
         return [self.budget.fraction(context_len, protected=fixed)] * num_layers
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return how many tokens each head keeps per row, from lengths alone; None if unknown.
+        """Return how many tokens each head keeps per row, if lengths alone tell; else None.
 
         Use ``context.held_len``, budgets and other numbers: reading a tensor would wait for the
         device at every layer of a prompt. When the forward ends, the counts are compared with what
@@ -288,17 +288,17 @@ class PropagationPolicy(Part, abc.ABC):
 
     @property
     def protected_tail(self) -> int:
-        """The number of last tokens that always go on; at least 1, to predict the next token."""
+        """The number of last tokens that always go on to the next layer; at least 1."""
         return 1
 
     @property
     def protected_first(self) -> int:
-        """The number of the context's first tokens that always go on."""
+        """The number of the context's first tokens that always go on to the next layer."""
         return 0
 
     @property
     def budget(self) -> Budget | None:
-        """The number or fraction of tokens of each batch row that go on; None if not fixed.
+        """The number or fraction of a row's tokens that go on to the next layer; None if not fixed.
 
         If several layers act with different budgets, the smallest.
         """
@@ -306,7 +306,7 @@ class PropagationPolicy(Part, abc.ABC):
 
     @property
     def decides_by_content(self) -> bool:
-        """True if the number of tokens that go on depends on the prompt's content.
+        """True if how many tokens go on to the next layer depends on the prompt's content.
 
         The number is then known only once the prompt is read: there is no `budget`, and
         `layer_rates` are upper bounds.
@@ -318,7 +318,7 @@ class PropagationPolicy(Part, abc.ABC):
         return context.is_new_tail(self.protected_tail) | context.is_new_first(self.protected_first)
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Return each new token's score, by which it goes on or not: its mean saliency over heads.
+        """Return the score by which each new token goes on or not: its mean saliency over heads.
 
         Args:
             saliency: As given to `propagate`.
@@ -339,7 +339,7 @@ class PropagationPolicy(Part, abc.ABC):
         return frozenset()
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Return a copy with layer indices that were left open chosen for a given model.
+        """Return a copy for a given model, with a value for each layer index that was left unset.
 
         Args:
             num_layers: Layers of the model.

@@ -167,7 +167,7 @@ def _check_counts(
 
 
 def as_stored(saliency: Tensor | None, context: LayerContext) -> tuple[Tensor | None, LayerContext]:
-    """Return layer and saliency for a selector: reduced to one head if all heads share storage."""
+    """Average saliency over heads for a selector if all heads share the same stored keys."""
     if context.stored is None:
         return saliency, context
     if saliency is not None:

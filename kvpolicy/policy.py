@@ -230,7 +230,7 @@ class CachePolicy:
             )
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> CachePolicy:
-        """Return a copy with layer indices that were left open chosen for a given model.
+        """Return a copy for a given model, with a value for each layer index that was left unset.
 
         Args:
             num_layers: Layers of the model.
@@ -320,7 +320,7 @@ class CachePolicy:
         return Decision(kept, passed, state, saliency, undecided, counts)
 
     def score(self, context: LayerContext) -> Tensor:
-        """Compute the saliency of a layer that chooses no tokens, because later layers read it.
+        """Compute a layer's saliency only because later layers read it; no tokens are chosen.
 
         Raises:
             TypeError: See `decide`.
@@ -441,7 +441,7 @@ class CachePolicy:
         return self.propagation.needs_saliency
 
     def prefill_compute_rate(self, num_layers: int, context_len: int | None = None) -> float:
-        """Return the prefill's computation as a fraction of a full prefill's, in layer-tokens.
+        """Return prefill's compute as a fraction of full prefill's, by tokens that layers compute.
 
         Args:
             num_layers: Layers of the model.

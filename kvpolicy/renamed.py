@@ -46,7 +46,7 @@ class Renamed:
 
 
 def take_old_names(cls: type, names: Mapping[str, str]) -> None:
-    """Let a subclass that defines a renamed member under one name have it under both names.
+    """Make a renamed method or property that a subclass overrides available under both its names.
 
     To be called by the ``__init_subclass__`` of the base.
 

@@ -95,7 +95,7 @@ class Repetition:
         later: str = LATER_INSTRUCTION,
         **parameters: Any,
     ) -> Repetition:
-        """Make the settings with instructions given as text, encoded by a tokenizer.
+        """Make the settings from instruction texts, which a tokenizer encodes.
 
         Args:
             tokenizer: An object whose ``encode(text, add_special_tokens=False)`` returns ids.
@@ -112,7 +112,7 @@ class Repetition:
         return [(start, min(start + self.chunk_size, length)) for start in starts]
 
     def before(self, start: int) -> tuple[tuple[int, ...], int]:
-        """Return what the model is fed before the chunk at a position: instruction and overlap.
+        """Return the instruction and overlap that the model reads before repeating a chunk.
 
         Args:
             start: The chunk's first position.

@@ -29,7 +29,7 @@ _ENTRY = re.compile(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z)", re.MULTILINE | re.DOTALL
 
 
 def documented(cls: type[T]) -> type[T]:
-    """Add the shared arguments and errors to a class's docstring; decorates an attrs class.
+    """Class decorator that completes a docstring with arguments and errors common to all parts.
 
     The docstring describes under ``Args:`` only the arguments that are special to the class. Every
     other argument gets its line from `SHARED`; all are put in the order of the signature.

@@ -99,7 +99,7 @@ def window_attention(
 def topk_overlap(
     model: PreTrainedModel, input_ids: Sequence[int] | Tensor, k: int, *, window_size: int = 8
 ) -> Overlap:
-    """Measure, for every two layers, the share of their k most attended tokens in common.
+    """Measure what share of their k most attended tokens every two layers have in common.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.

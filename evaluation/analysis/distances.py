@@ -31,7 +31,7 @@ _AVERAGE_POOL = 5
 
 @attrs.frozen
 class OutputDistances:
-    """Distances of the model's output from full context if tokens are dropped at each layer.
+    """How far the output moves from full context's when tokens are dropped at each layer.
 
     A distance is ``||h_full - h|| / ||h_full||`` of the last token's final hidden states.
 
@@ -52,12 +52,12 @@ class OutputDistances:
 
     @property
     def mean_propagated(self) -> tuple[float, ...]:
-        """Return each layer's mean output distance when tokens are dropped after it."""
+        """The mean output distance, by layer, when tokens are dropped after that layer."""
         return _means(self.propagated)
 
     @property
     def mean_restarted(self) -> tuple[float, ...]:
-        """Return each layer's mean output distance when prefill restarts on its tokens."""
+        """The mean output distance, by layer, when prefill restarts on the tokens chosen there."""
         return _means(self.restarted)
 
     def as_data(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def output_distances(
     layers: Sequence[int] | None = None,
     progress: Progress = silent,
 ) -> OutputDistances:
-    """Measure how far the output moves when tokens are dropped at each layer, or prefill restarts.
+    """Measure how much the model's output changes when tokens are dropped at each layer.
 
     *Propagation*: after the layer only the tokens chosen there go on, as in FastKV (saliency of
     the window, max-pooled with kernel 7, averaged over all query heads; the window always goes on).

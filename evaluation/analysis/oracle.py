@@ -54,7 +54,7 @@ class AnswerAttention:
 
 @attrs.frozen
 class Ranking:
-    """How well a scorer's saliency at each layer ranks a prompt's tokens, against the oracle.
+    """How well a scorer ranks a prompt's tokens, compared with the answer's own attention.
 
     Args:
         spearman: By layer index, the rank correlation with the oracle, in [-1, 1].
@@ -140,7 +140,7 @@ def answer_attention(
 
 
 def most_of_heads(context: LayerContext, context_len: int, kernel_size: int) -> Tensor:
-    """Return each query's attention to the prompt's tokens, average-pooled, largest over heads.
+    """Return each query's attention to each prompt token: pooled, then the maximum over heads.
 
     Args:
         context: The layer; its first ``context_len`` keys are the prompt's. Batch of one.
@@ -240,7 +240,7 @@ def _ranks(values: Tensor) -> Tensor:
 
 
 def found_share(truth: Tensor, saliency: Tensor, share: float = TOP_SHARE) -> float:
-    """Return the share of the truly highest tokens that also have the highest saliency.
+    """Return what share of the truly highest tokens is also among those of highest saliency.
 
     Args:
         truth: float ``[count]``.

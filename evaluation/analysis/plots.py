@@ -137,7 +137,7 @@ def plot_distances(distances: Mapping[str, OutputDistances]) -> bytes:
 
 
 def _ways(axes: Axes, found: OutputDistances) -> None:
-    """Plot output distance by layer for dropping tokens and for restarting prefill, with bands."""
+    """Plot the output's change by layer for dropping tokens and for restarting, with bands."""
     ways = (("propagation (FastKV)", found.propagated), ("restart (GemFilter)", found.restarted))
     for index, (label, rows) in enumerate(ways):
         by_layer = list(zip(*rows, strict=True))

@@ -147,7 +147,7 @@ def measure_tsp_distances(
 
 @attrs.frozen
 class _Squares:
-    """One input's squared output distances by candidate layer, and its output's squared norm."""
+    """For one input, the output's squared change by candidate layer, and its squared norm."""
 
     distances: list[float]
     norm: float

@@ -95,7 +95,7 @@ class TSPDistances:
 
 @attrs.frozen
 class Calibration:
-    """A layer chosen for FastKV's drop, with all layers' distances and the criterion.
+    """The layer chosen for FastKV to drop tokens after, with all layers' output distances.
 
     Args:
         layer: The chosen layer, an index from 0.

@@ -78,7 +78,7 @@ class CalibrateOptions(NeedleOptions):
 
 
 def calibrate(options: CalibrateOptions) -> None:
-    """Choose FastKV's TSP layer by how little the drop moves the output.
+    """Choose the layer after which FastKV drops tokens, so that the output changes little.
 
     Nothing is evicted: of the options of policies, those of the drop count.
     """
@@ -124,7 +124,7 @@ def calibrate(options: CalibrateOptions) -> None:
 
 
 def _drop(options: PrefillOptions) -> dict[str, Any]:
-    """Return FastKV's given parameters; refuse options that do not concern its drop of tokens.
+    """Return the given parameters of FastKV's token drop; ValueError for any other option.
 
     Raises:
         ValueError: One is given that a drop does not have.

@@ -27,7 +27,7 @@ class CheckOptions(LoadingOptions):
 
 
 def check(options: CheckOptions) -> None:
-    """Say what a model is made of, which policies can be applied to it, and why others cannot.
+    """Show a model's layers, which policies can be applied to it, and why others cannot.
 
     The model reads a few dozen tokens under a policy that evicts and under one that drops, and
     what it says is held against its own dense attention. Status 1 where no policy can be applied.

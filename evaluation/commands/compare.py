@@ -51,7 +51,7 @@ class CompareOptions:
 
 
 def compare(options: CompareOptions) -> None:
-    """Hold policies against full context: accuracy, memory and speed.
+    """Compare policies with full context: accuracy, memory and speed.
 
     Without --policy all policies, without --rate at 0.1; --thorough at 0.02, 0.1 and 0.2.
     """

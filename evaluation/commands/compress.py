@@ -99,7 +99,7 @@ class CompressOptions(ModelOptions):
 
 
 def compress(options: CompressOptions) -> None:
-    """Leave out of a prompt what a small model does not look at; nothing is sent anywhere.
+    """Shorten a prompt by the parts that a small local model ignores; nothing is sent anywhere.
 
     The shorter prompt goes to stdout, what was left out to stderr.
     """

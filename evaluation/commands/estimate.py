@@ -69,7 +69,7 @@ class EstimateOptions:
 
 
 def estimate(options: EstimateOptions) -> None:
-    """Count what policies cost on a prompt; no weights are loaded and nothing is run.
+    """Estimate policies' compute and memory for a prompt, without weights and without a run.
 
     Without --policy all policies, at the paper's rates 0.1 and 0.2. With --memory also how many
     sessions fit, layers bounded to what is kept of the prompt if not to --decoding-tokens.
@@ -231,12 +231,12 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
 
 
 def _placed(variant: Variant, shape: ModelShape) -> Variant:
-    """Return a copy of the policy variant with unset layer indices chosen for the model."""
+    """Return a copy of the policy variant, with a layer of this model for each layer left unset."""
     return attrs.evolve(variant, policy=variant.policy.placed(shape.num_layers, shape.eligible))
 
 
 def _window_notes(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list[str]:
-    """Return notes on sliding windows shorter than the prompt and on policies they rule out."""
+    """Return notes on sliding windows shorter than the prompt and on policies these exclude."""
     short = [i for i, each in enumerate(shape.layers) if (each.window or context) < context]
     if not short:
         return []

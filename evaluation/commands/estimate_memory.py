@@ -27,7 +27,7 @@ DEFAULT_CHUNK = 4096
 
 @attrs.frozen
 class MemoryAsked:
-    """What a memory estimate assumes: bytes of memory and weights, answer and chunk length.
+    """What a memory estimate assumes: GPU memory, the weights' bytes, answer and chunk length.
 
     Args:
         memory: Bytes there are.
@@ -105,7 +105,7 @@ class MemoryOptions:
 
 @attrs.frozen
 class MemoryRow:
-    """The memory of one session: one policy, prompt read whole or in chunks, answer bounded or not.
+    """The memory that one prompt and its answer take under one policy, as a row of the table.
 
     Args:
         variant: The policy, its bound while an answer is decoded among its parameters.
@@ -169,7 +169,7 @@ def find_memory(
     found: Sequence[Estimate],
     progress: Progress,
 ) -> MemoryFound:
-    """Compute each policy's session memory: prompt whole or in chunks, answer bounded or not.
+    """Compute the bytes a prompt and answer take under each policy, read whole or in chunks.
 
     Raises:
         UnsupportedModelError: The model cannot be run without numbers.
@@ -190,7 +190,7 @@ def find_memory(
 def _answering(
     variant: Variant, cost: Estimate, options: PolicyOptions
 ) -> list[tuple[Variant, int | None]]:
-    """Return the policy without eviction while decoding, and with it if it has such a rule."""
+    """Return a policy as it is, and a second variant that also evicts while decoding if it can."""
     tokens = options.decoding_tokens or max(_kept(variant, cost), 1)
     rule = decoding_rule(variant.policy, tokens, options.decoding_every)
     if rule is None:
@@ -200,7 +200,7 @@ def _answering(
 
 
 def _kept(variant: Variant, cost: Estimate) -> int:
-    """Return how many prompt tokens a policy keeps by its rate; without one, the layers' mean."""
+    """Return how many prompt tokens a policy keeps in a layer, the mean if layers differ."""
     selector = variant.policy.selector
     while isinstance(selector, WrappingSelector):
         selector = selector.selector
@@ -209,7 +209,7 @@ def _kept(variant: Variant, cost: Estimate) -> int:
 
 
 def memory_table(found: MemoryFound) -> Table:
-    """Return a table of session memory, with a row for each policy and way of reading."""
+    """Return a table of the memory that a prompt and its answer take, several rows per policy."""
     sizes = [each.session.peak for each in found.rows]
     unit, unit_bytes = byte_unit(max(sizes))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")

@@ -34,7 +34,7 @@ class EvalOptions:
 
 
 def eval(options: EvalOptions) -> None:
-    """Ask every combination of task, length, policy, rate and question, and full context.
+    """Score policies on long-context tasks, at several prompt lengths, against full context.
 
     Every sample is a line of samples.jsonl as soon as it is answered; the same command goes on
     after a kill. kvpolicy report makes a page of the folder. Without --policy FastKV.

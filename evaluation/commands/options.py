@@ -36,7 +36,7 @@ Options = TypeVar("Options")
 
 
 def with_options(command: Callable[[Options], None]) -> Callable[..., None]:
-    """Turn a command into one for typer, with a parameter for each of its options.
+    """Wrap a command that takes an options object, so that typer sees one parameter per option.
 
     Args:
         command: A function whose one parameter is of an attrs class; one without is unchanged.

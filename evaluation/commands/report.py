@@ -28,7 +28,7 @@ class ReportOptions:
 
 
 def report(options: ReportOptions) -> None:
-    """Make one page of a folder of results, which needs no other file, and a Markdown table.
+    """Turn a folder of results into one self-contained HTML page and a Markdown table.
 
     A folder that is not finished is reported on as far as it is, and marked.
     """

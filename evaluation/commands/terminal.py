@@ -17,7 +17,7 @@ from kvpolicy.evaluation.progress import Progress
 
 
 def plain_console(*, stderr: bool = False) -> Console:
-    """Return a rich console that prints text without markup, colours or wrapping.
+    """Return a rich console that prints text as it is, without markup, colours or wrapping.
 
     Args:
         stderr: Whether it prints to stderr; else to stdout.

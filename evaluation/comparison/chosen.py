@@ -23,7 +23,7 @@ COMPOSITION = "composition"
 def chosen_variants(
     options: PolicyOptions, rates: Sequence[float | None], *, tsp_layer: int | None = None
 ) -> list[Variant]:
-    """Build every policy that the command line asks for, once for each retention.
+    """Build every policy that the command line asks for, once per retention rate or token count.
 
     Args:
         options: What the command line says.
@@ -45,7 +45,7 @@ def chosen_variants(
 
 
 def bounded(found: Sequence[Variant], options: PolicyOptions, tokens: int) -> list[Variant]:
-    """Return copies of policies that also evict while decoding, where a method has such a rule.
+    """Return copies of policies that also evict while decoding, if their method can.
 
     Args:
         found: Policies without such a rule.
@@ -72,7 +72,7 @@ def bounded(found: Sequence[Variant], options: PolicyOptions, tokens: int) -> li
 
 
 def decoding_rule(policy: CachePolicy, tokens: int, every: int | None) -> DecodingEviction | None:
-    """Return a policy's own rule for eviction while decoding; None if it has none.
+    """Make a policy's own rule for eviction while decoding; None if it cannot evict then.
 
     Args:
         policy: A method, or a composition: its scorer and its selector are the rule then.
@@ -137,7 +137,7 @@ def _methods(
 
 
 def _names(options: PolicyOptions) -> list[str]:
-    """Check the policy names given on the command line; return each once, all if none is given."""
+    """Check the policy names given on the command line, and return each once; all if none given."""
     names = options.names or tuple(registered("policy"))
     for name in names:
         takes(name, "")  # lists the known ones
@@ -145,7 +145,7 @@ def _names(options: PolicyOptions) -> list[str]:
 
 
 def _compositions(options: PolicyOptions, rates: Sequence[float | None]) -> list[Variant]:
-    """Build the policy composed on the command line, once for each retention it may have."""
+    """Build the policy composed from parts on the command line, once per retention rate."""
     parts = {kind: _factory(kind, options) for kind in PARTS}
     known: dict[str, Any] = {}
     told: dict[str, dict[str, Any]] = {}

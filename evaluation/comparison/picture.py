@@ -73,11 +73,11 @@ def plot_comparison(data: Mapping[str, Any]) -> bytes:
 
 
 def _by_accuracy(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Group a comparison's rows by policy, full context first, then best accuracy first."""
+    """Group a comparison's rows by policy, full context first, then by falling accuracy."""
     first = rows[0]["policy"]
 
     def key(row: Mapping[str, Any]) -> tuple[object, ...]:
-        """Return what rows of one line in the plot share: policy and number of tokens."""
+        """Return a key that is equal for rows which the plot joins by one line."""
         rate = row["retention_rate"]
         return (row["policy"], row["tokens"]["kept"] if rate is None else None)
 
@@ -91,7 +91,7 @@ def _by_accuracy(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, An
 
 
 def _scores(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's scores by kind of prompt: exact answers, then right steps if counted."""
+    """Return a row's scores by name: exact answers per kind of prompt, and steps if counted."""
     steps = row.get("right_steps", {})
     return {**row["exact_match"], **{kind + STEPS: score for kind, score in steps.items()}}
 
@@ -122,7 +122,7 @@ def _cells(rows: Sequence[Mapping[str, Any]], kind: str, rates: Sequence[float])
 
 
 def _shown(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return a policy's row at the retention rate nearest to the one whose speed is drawn."""
+    """Return a policy's row with the retention rate nearest to the one speeds are shown for."""
     return min(rows, key=lambda row: abs((row["retention_rate"] or 0) - _SPEED_RATE))
 
 

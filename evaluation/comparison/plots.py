@@ -17,7 +17,7 @@ _MARKERS = "osD^vP*X"
 
 
 def plot_sweep(sweep: Sweep) -> bytes:
-    """Plot FastKV's accuracy by TSP layer, a panel per kind of prompt, a line per retention rate.
+    """Plot FastKV's accuracy against the layer after which it drops tokens, per kind of prompt.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -34,7 +34,7 @@ def plot_sweep(sweep: Sweep) -> bytes:
 
 
 def plot_calibration(calibration: Calibration) -> bytes:
-    """Plot each TSP layer's normalised output distance, log scale; mark the chosen layer.
+    """Plot how far the output moves if tokens are dropped after each layer; mark the chosen one.
 
     A distance of 0, as after the last layer, has no place on the axis and is left out.
 

@@ -294,7 +294,7 @@ def _prompts(settings: Settings, loaded: Loaded, seed: int) -> list[Prompt]:
 def _calibration(
     settings: Settings, loaded: Loaded, notes: list[str], progress: Progress
 ) -> Calibration | None:
-    """Choose FastKV's TSP layer on separate prompts; None, with a note, if impossible."""
+    """Choose the layer after which FastKV drops tokens, on separate prompts; None if impossible."""
     if settings.prompts is None:
         seed = settings.seed + CALIBRATION_SEED_OFFSET
         prompts = OWN_PROMPTS[settings.model].make(settings.context, CALIBRATION_COUNT, seed)

@@ -31,7 +31,7 @@ GRID = (0.02, 0.05, 0.1, 0.2, 0.4)
 
 @attrs.frozen
 class HeldOut:
-    """FastKV's accuracy with the calibrated and with the best TSP layer, at one retention rate.
+    """FastKV's accuracy when it drops tokens after the calibrated and after the best layer.
 
     Args:
         retention_rate: The rate.
@@ -61,7 +61,7 @@ class HeldOut:
 
 @attrs.frozen
 class Sweep:
-    """FastKV's accuracy for every TSP layer, the layer after which it drops tokens.
+    """FastKV's accuracy by the layer after which it drops tokens, for every layer.
 
     Args:
         scores: For every retention rate, one entry a layer: exact match by kind of prompt.
@@ -104,7 +104,7 @@ class Sweep:
 
 @attrs.frozen
 class RateSweep:
-    """FastKV's accuracy for every pair of TSP rate and retention rate.
+    """FastKV's accuracy by the fraction of tokens that pass the drop and the fraction kept.
 
     Args:
         scores: By TSP rate and retention rate: exact match by kind of prompt. A retention rate
@@ -119,12 +119,12 @@ class RateSweep:
 
     @property
     def tsp_rates(self) -> list[float]:
-        """The TSP rates of the sweep, in the order given."""
+        """The fractions of tokens passed on by FastKV's drop, in the order given."""
         return list(dict.fromkeys(tsp_rate for tsp_rate, _ in self.scores))
 
     @property
     def retention_rates(self) -> list[float]:
-        """The retention rates of the sweep, ascending."""
+        """The fractions of tokens kept in each layer's cache, ascending."""
         return sorted({rate for _, rate in self.scores})
 
     def as_data(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def sweep_rates(
     tsp_layer: int | None = None,
     progress: Progress = silent,
 ) -> RateSweep:
-    """Measure FastKV's accuracy for each TSP rate and each retention rate not above it.
+    """Measure FastKV's accuracy for several fractions of tokens passed on and of tokens kept.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.

@@ -14,7 +14,7 @@ from kvpolicy.evaluation.tasks.prompts import STEPS
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    """Return a table of FastKV's accuracy, with a row for each TSP layer, full context last."""
+    """Return a table of FastKV's accuracy by the layer after which it drops tokens."""
     table = _table()
     table.add_column("TSP layer", justify="right")
     for rate in sweep.scores:
@@ -30,7 +30,7 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def sweep_legend(sweep: Sweep) -> list[str]:
-    """Return the legend for the table of accuracy by TSP layer."""
+    """Return the legend for the table of accuracy by the layer after which tokens are dropped."""
     return [
         "FastKV by the layer after which tokens are dropped, and by KV retention rate:",
         f"% answered exactly, of {asked(sweep.full)}.",
@@ -39,7 +39,7 @@ def sweep_legend(sweep: Sweep) -> list[str]:
 
 
 def held_out_table(sweep: Sweep) -> Table:
-    """Return a table of the calibrated and the best TSP layer, a row per retention rate."""
+    """Return a table of accuracy with the calibrated and the best drop layer, by retention rate."""
     table = _table()
     table.add_column("rate", justify="right")
     for which in ("calibrated", "best"):
@@ -58,7 +58,7 @@ def held_out_table(sweep: Sweep) -> Table:
 
 
 def held_out_legend(sweep: Sweep) -> list[str]:
-    """Return the legend for the table of the calibrated and the best TSP layer."""
+    """Return the legend for the table that compares the calibrated with the best drop layer."""
     assert sweep.calibration is not None
     distances = sweep.calibration.distances
     count = len(distances.input_lengths)
@@ -70,7 +70,7 @@ def held_out_legend(sweep: Sweep) -> list[str]:
 
 
 def rate_sweep_table(sweep: RateSweep) -> Table:
-    """Return a table of accuracy per kind of prompt: TSP rates by retention rates."""
+    """Return a table of FastKV's accuracy: rows for tokens passed on, columns for tokens kept."""
     table = _table()
     table.add_column("", no_wrap=True)
     table.add_column("TSP\nrate", justify="right", no_wrap=True)
@@ -86,7 +86,7 @@ def rate_sweep_table(sweep: RateSweep) -> Table:
 
 
 def rate_sweep_legend(sweep: RateSweep) -> list[str]:
-    """Return the legend for the table of accuracy by TSP and retention rate."""
+    """Return the legend for the table of accuracy by tokens passed on and tokens kept."""
     return [
         f"FastKV with TSP layer {sweep.tsp_layer} by TSP rate and KV retention rate (kept):",
         f"% answered exactly, of {asked(sweep.full)}.",
@@ -95,7 +95,7 @@ def rate_sweep_legend(sweep: RateSweep) -> list[str]:
 
 
 def calibration_table(distances: TSPDistances) -> Table:
-    """Return a table of output distances, with a row for each candidate TSP layer."""
+    """Return a table of how far the output moves if FastKV drops tokens after each layer."""
     table = _table()
     for header in ("TSP layer", "prefill %", "distance", "normalised", "worst"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -109,7 +109,7 @@ def calibration_table(distances: TSPDistances) -> Table:
 
 
 def calibration_legend(distances: TSPDistances) -> list[str]:
-    """Return the legend for the table of a calibration's output distances."""
+    """Return the legend for the table of how far the output moves by drop layer."""
     lengths = distances.input_lengths
     low, high = min(lengths), max(lengths)
     tokens = f"{low:,}" if low == high else f"{low:,} to {high:,}"
@@ -162,6 +162,6 @@ def asked(scores: Mapping[str, Score]) -> str:
 
 
 def steps_legend(scores: Mapping[str, Score]) -> list[str]:
-    """Return the legend's line on columns that score an answer's steps; empty if there are none."""
+    """Return a legend line for columns that score an answer's steps; empty list without them."""
     names = [name for name in scores if name.endswith(STEPS)]
     return [f"{', '.join(names)}: % of an answer before its first wrong step."] if names else []

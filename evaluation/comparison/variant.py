@@ -52,7 +52,9 @@ def takes(name: str, parameter: str) -> bool:
 
 
 def retention(rate: float | None, tokens: int | None, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return policy arguments for a retention rate or token count; a smaller TSP rate is raised.
+    """Return policy arguments that set how many tokens to keep, by a rate or a token count.
+
+    A default TSP rate below ``rate`` is raised to it.
 
     Args:
         rate: Fraction of the context to keep; None for the policy's own.

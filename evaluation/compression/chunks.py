@@ -155,7 +155,7 @@ def _fitting(
 
 
 def kept_tokens(tokens: Tokens, chunks: Sequence[Chunk]) -> list[bool]:
-    """Return, for each prompt token, whether it is kept: in a kept chunk, or never cut."""
+    """Return a flag for each prompt token: whether it is kept in the shortened prompt."""
     kept = list(tokens.fixed)
     for chunk in chunks:
         kept[chunk.start : chunk.end] = [chunk.kept] * len(chunk)

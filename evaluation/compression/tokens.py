@@ -16,7 +16,7 @@ INSIDE_CHARACTER, BETWEEN_TOKENS, BETWEEN_WORDS, BETWEEN_LINES = range(4)
 
 @attrs.frozen
 class Tokens:
-    """A prompt's tokens, with the text they stand for and the borders between them.
+    """A prompt's tokens, with where each starts in the text and whether it may be cut.
 
     Args:
         text: The text.
@@ -46,7 +46,7 @@ class Tokens:
 def tokens_of(
     tokenizer: Any, rendered: Rendered, kept: Sequence[Span], *, cut_special: bool = False
 ) -> Tokens:
-    """Tokenize a rendered prompt; tokens of the template and of protected texts are fixed.
+    """Tokenize a rendered prompt, and mark tokens of template and protected texts as never cut.
 
     Args:
         tokenizer: A tokenizer of Transformers.
@@ -114,7 +114,7 @@ def _border(text: str, at: int) -> int:
 
 
 def _fixed(rendered: Rendered, starts: Sequence[int], kept: Sequence[Span]) -> list[bool]:
-    """Return, per token, whether it overlaps the chat template or a protected text."""
+    """Return a flag for each token: whether it is never cut, as template or protected text."""
     counts = [0] * (len(rendered.text) + 1)
     for start, end in (*_between(rendered), *kept):
         for at in range(start, end):

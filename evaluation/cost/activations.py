@@ -50,7 +50,7 @@ NAME = "kvpolicy_memory"
 
 @attrs.frozen
 class LayerActivations:
-    """Bytes of memory in use, besides the cache, at three moments of one layer's forward pass.
+    """Bytes in use at three moments of one layer's forward pass, cache excluded.
 
     Args:
         attending: The most before its attention has returned; keys and values are among them.
@@ -65,7 +65,7 @@ class LayerActivations:
 
 @attrs.frozen
 class Activations:
-    """Bytes of memory in use, besides the cache, in each layer of a forward pass and after it.
+    """Bytes in use during a forward pass, cache excluded: in each layer, and after the last.
 
     Args:
         layers: In each layer.
@@ -126,7 +126,7 @@ class ModelMemory:
         loops: bool = False,
         chunk: ChunkAttention | None = None,
     ) -> Activations:
-        """Return the bytes that a forward pass over some tokens needs besides the cache.
+        """Return the bytes in use during a forward pass of the given length, cache excluded.
 
         Args:
             new_len: Tokens that it reads, at least 1.
@@ -157,7 +157,7 @@ class ModelMemory:
         *,
         query_len: int | None = None,
     ) -> int:
-        """Return the peak bytes that a policy needs to choose one layer's tokens."""
+        """Return the peak bytes that a policy needs to choose the tokens that a layer keeps."""
         policy = attrs.evolve(policy, decoding=None)  # of no matter here: one answer for both
         acts = place[0] in policy.propagation.acting_layers(place[1])
         key = str(policy), layer, acts, key_len, device, query_len
@@ -209,7 +209,7 @@ class _Refusing:
 
 
 def _built(config: Any, dtype: torch.dtype, attention: str | None) -> tuple[nn.Module, str]:
-    """Build the model, or else its text decoder, on `meta`; return it and its attention's name."""
+    """Build a model on `meta` from its configuration; return it and its attention kernel's name."""
     text = config.get_text_config(decoder=True)
     makers: list[tuple[Any, Any]] = [
         (AutoModelForCausalLM, text),
@@ -232,7 +232,7 @@ def _built(config: Any, dtype: torch.dtype, attention: str | None) -> tuple[nn.M
 
 
 class _Passing(DynamicCache):  # type: ignore[misc]
-    """A fake cache that returns empty tensors as long as a filled cache's keys and values.
+    """A fake cache that returns tensors as long as a filled cache's, without storing anything.
 
     These count as the cache's own memory and are not counted here. If the cache holds nothing, the
     forward's own keys and values are returned, which count for the forward.

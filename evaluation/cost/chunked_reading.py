@@ -18,7 +18,7 @@ INPUT_BYTES = 2 * 8
 
 @attrs.frozen
 class _Pieces:
-    """The token counts of the forward passes that read the prompt for one prefill stage.
+    """The token counts of a chunked reading: in all, in one forward pass, and in the last one.
 
     Args:
         total: All of them.
@@ -91,7 +91,7 @@ class ChunkedReading(Reading):
         return self._passes()[0][index + 1] <= LARGEST_SHARE
 
     def _reaching_stage(self, stages: tuple[PrefillStage, ...], number: int) -> int:
-        """Return how many of the prompt's tokens reach a prefill stage."""
+        """Return how many prompt tokens reach a stage, a run of layers between two drops."""
         if not number:
             return self.context_len
         rates = self._passes()[-1]
@@ -101,7 +101,7 @@ class ChunkedReading(Reading):
     def _stage(
         self, stage: PrefillStage, pieces: _Pieces, before: int, *, number: int, resumes: bool
     ) -> tuple[int, int]:
-        """Return the peak bytes while one prefill stage is run, and the bytes held after it.
+        """Return the peak bytes while a run of layers reads all chunks, and those held after it.
 
         Args:
             stage: The stage.
@@ -156,7 +156,7 @@ class ChunkedReading(Reading):
     def _end(
         self, stage: PrefillStage, pieces: _Pieces, *, resumes: bool, looks: bool, keeps: bool
     ) -> tuple[int, int]:
-        """Return the peak bytes of a prefill stage's last forward pass, and the bytes it stores."""
+        """Return the peak bytes while a run of layers reads the last chunk, and those it stores."""
         held = pieces.total - pieces.last
         forward = self._forward(pieces.last, held)
         layers = range(stage.first + resumes, stage.last + 1)
@@ -203,7 +203,7 @@ class ChunkedReading(Reading):
         return pieces.last if self._sums else self._shown_len(pieces.total)
 
     def _cuts(self, new: int) -> bool:
-        """True if a last chunk of ``new`` tokens has all the queries that the policy reads."""
+        """True if the policy reads only some of the queries of a last chunk of ``new`` tokens."""
         shown = self.policy.num_queries
         return shown is not None and shown < new
 
@@ -238,7 +238,7 @@ class ChunkedReading(Reading):
         return self.model.forward(new, held, loops=bool(self._states), chunk=self._attention())
 
     def _resumed(self, index: int, new: int, share: float) -> LayerActivations:
-        """Return the memory a layer needs to run some tokens against keys stored before."""
+        """Return the bytes in which a layer computes ``new`` tokens against keys stored earlier."""
         held = max(round(share * self.context_len) - new, 0)
         attention = attrs.evolve(self._attention(), has_gaps=True)
         return self.model.forward(new, held, chunk=attention).layers[index]

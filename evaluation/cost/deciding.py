@@ -34,7 +34,7 @@ def deciding_bytes(
     device: str = "cuda",
     query_len: int | None = None,
 ) -> int:
-    """Return the peak bytes a policy needs to choose a layer's tokens, besides its tensors.
+    """Return the peak bytes a policy needs to choose a layer's tokens, its inputs excluded.
 
     Scores are computed in blocks, of which a GPU's are larger than a processor's. For a GPU the
     scorer is run without numbers; choosing depends on numbers, and is run on short contexts.
@@ -72,7 +72,7 @@ def deciding_bytes(
 
 
 def _scored(policy: CachePolicy, key_len: int, shown: Callable[[int], LayerContext]) -> int:
-    """Return the peak bytes a policy's scorer needs for a layer's tokens on a GPU."""
+    """Return the peak bytes that a policy's scorer needs on a GPU for ``key_len`` tokens."""
     if key_len <= SCORED_LONGER:
         return _scoring(policy, shown(key_len))
     times = (key_len - SCORED_SHORT) / (SCORED_LONGER - SCORED_SHORT)

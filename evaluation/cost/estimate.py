@@ -106,7 +106,7 @@ class Estimate:
         return sum(holding) / len(holding)
 
     def as_data(self) -> dict[str, Any]:
-        """Return the estimate as a dict for JSON; None for what only reading a prompt tells."""
+        """Return the estimate as a dict for JSON; numbers that depend on the prompt are None."""
         known = self.compute_rate is not None
         prefill = {**attrs.asdict(self.prefill), "total": self.prefill.total}
         return {
@@ -236,7 +236,7 @@ def _pass(shape: ModelShape, tokens: Sequence[float], context_len: float) -> Flo
 
 
 def _kept(layer: LayerShape, arriving: float, chosen: float, context_len: float) -> float:
-    """Return how many tokens a layer keeps of those that reach it: as chosen, or by its window."""
+    """Return how many of a layer's tokens are kept: the policy's choice, or the window's length."""
     if not layer.token_elements:
         return 0.0
     if layer.window is None or context_len <= layer.window:

@@ -77,7 +77,7 @@ class LayerShape:
 
     @property
     def pair_width(self) -> int:
-        """The multiplications per pair of query and key, over all heads."""
+        """The multiplications that attention takes per pair of query and key, over all heads."""
         return self.query_heads * (self.key_dim + self.value_dim)
 
     @property
@@ -161,7 +161,7 @@ def attention_layer(
     mlp: int,
     window: int | None = None,
 ) -> LayerShape:
-    """Make the shape of a plain layer: attention with one head width, and an MLP.
+    """Make the sizes of a standard transformer layer: attention with equal heads, and an MLP.
 
     Args:
         hidden_size: Width of the residual stream.

@@ -58,7 +58,7 @@ class Reading:
 
     @property
     def waiting(self) -> list[int]:
-        """The layers that store the whole prompt until all layers are scored."""
+        """The layers that store all prompt tokens until tokens are chosen for all layers."""
         return [
             index
             for index, layer in enumerate(self.shape.layers)
@@ -68,7 +68,7 @@ class Reading:
         ]
 
     def when_read(self) -> int:
-        """Return the bytes all layers store when the prompt is read, before deferred choices."""
+        """Return the bytes that all layers store right after the prompt was read."""
         return sum(map(self._held_back, range(self.shape.num_layers)))
 
     def _held_back(self, index: int) -> int:
@@ -77,7 +77,7 @@ class Reading:
         return self.stored(index)
 
     def while_answering(self, answer_len: int) -> tuple[int, int]:
-        """Return the bytes layers store at the answer's end, and their peak while decoding."""
+        """Return the bytes stored at an answer's end, and the peak bytes while it is decoded."""
         stored = sum(map(self.stored, range(self.shape.num_layers)))
         rule = self.policy.decoding
         if rule is None or answer_len < rule.every:
@@ -126,7 +126,7 @@ class Reading:
         return peak
 
     def _pass(self, arriving: Sequence[float], *, keeps: bool) -> int:
-        """Return the peak bytes of one forward pass, given the number of tokens in each layer."""
+        """Return the peak bytes of a forward pass, given how many tokens reach each layer."""
         peak = total = 0
         for index, tokens in enumerate(arriving):
             if not tokens and not (index and arriving[index - 1]):
@@ -143,19 +143,19 @@ class Reading:
         return peak
 
     def _narrows(self, index: int, arriving: Sequence[float]) -> bool:
-        """True if few of the tokens go on after a layer, so that only their output is computed."""
+        """True if a layer computes outputs only for tokens that go on, because these are few."""
         if not self._is_plain(index):
             return False
         last = index == len(arriving) - 1
         return last or arriving[index + 1] <= LARGEST_SHARE * arriving[index]
 
     def _is_plain(self, index: int) -> bool:
-        """True if a layer can compute outputs for only some of its tokens."""
+        """True if a layer can compute outputs for only some tokens: attention without a state."""
         layer = self.shape.layers[index]
         return layer.chooses and not layer.state_elements
 
     def _reached(self, index: int, tokens: int) -> LayerActivations:
-        """Return a layer's memory in a forward pass in which only ``tokens`` tokens reach it."""
+        """Return a layer's bytes in use when only ``tokens`` of the prompt's tokens reach it."""
         loops = bool(self._states)
         if tokens >= self.context_len:
             return self.model.forward(self.context_len, loops=loops).layers[index]

@@ -10,7 +10,7 @@ SALIENCY_BYTES = 4
 
 
 def choosing_bytes(reading: Reading) -> int:
-    """Return the peak bytes, beyond the prompt's own, until deferred choices are made."""
+    """Return the extra peak bytes while tokens are chosen for all layers after a prompt."""
     stored = sum(map(reading.stored, reading.waiting))
     if reading.policy.rereading is None:
         return stored

@@ -218,12 +218,12 @@ class _Seen:
 
 
 def _all_keys_are_there(*_: Any) -> None:
-    """Forward hook that lets ``nonzero`` on `meta` tensors return all entries."""
+    """Forward hook after which ``nonzero`` on `meta` tensors returns every entry."""
     without_numbers.meta_nonzero_assume_all_nonzero = True
 
 
 def _not_all_is_there(*_: Any) -> None:
-    """Forward hook that forbids ``nonzero`` on `meta` tensors again."""
+    """Forward hook that undoes `_all_keys_are_there`: ``nonzero`` on `meta` fails again."""
     without_numbers.meta_nonzero_assume_all_nonzero = False
 
 
@@ -248,7 +248,7 @@ def _expert_weights(module: nn.Module) -> list[Tensor]:
 
 
 def _owned_weights(layer: nn.Module) -> int:
-    """Count a layer's router and convolution weights, each used once per token."""
+    """Count a layer's weights outside linear layers, such as an MoE router's and convolutions'."""
     found = 0
     for module in layer.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):

@@ -26,7 +26,7 @@ FORMAT = 1
 
 @attrs.frozen
 class Description:
-    """What a folder of results says about itself: settings, machine, methods and cells.
+    """What a folder of results records about its evaluation: settings, machine and methods.
 
     Args:
         settings: What was asked for, and the model, as plain data.
@@ -68,7 +68,7 @@ class Description:
             raise ValueError(f"no settings of an evaluation: {error}") from None
 
     def differences(self, other: Description) -> list[str]:
-        """List how another description differs; empty if results may share a folder.
+        """List how another evaluation's settings differ; empty if both may share a folder.
 
         The number of processors of a machine counts for nothing, nor do the cells, which follow
         from the settings and the tasks' documents.
@@ -146,7 +146,7 @@ class Folder:
 
 @contextmanager
 def opened(path: Path, description: Description) -> Iterator[Folder]:
-    """Open a new folder of results, or one with the same description, to add samples.
+    """Lock a folder of results, new or of the same settings, so that only this process fills it.
 
     A last line that was not written to its end is cut off; nothing else of a folder is touched.
 
@@ -166,7 +166,7 @@ def opened(path: Path, description: Description) -> Iterator[Folder]:
 
 
 def check_same(path: Path, description: Description) -> None:
-    """Check that a folder of results is new or has the same description.
+    """Check that a folder of results is new or was made by an evaluation of the same settings.
 
     Raises:
         ValueError: It is not; says what differs.
@@ -226,7 +226,7 @@ def _read_samples(file: Path, description: Description) -> Iterator[Sample]:
 
 
 def _flat(description: Description) -> dict[str, Any]:
-    """Return the settings that two runs in one folder must share, by their names in messages."""
+    """Return the settings, methods and versions that all runs in a folder must have in common."""
     read = json.loads(description.to_json())
     machine: Mapping[str, Any] = read.get("machine", {})
     return {

@@ -107,7 +107,7 @@ class HarnessRunner(Runner):
         ]
 
     def _ask(self, model: PolicyLM, requests: Sequence[Instance]) -> list[list[RequestCosts]]:
-        """Send requests to the model, each as often as it repeats; return each one's costs."""
+        """Have the model answer harness requests, repeats included; return each request's costs."""
         repeated = [each for each in requests for _ in range(each.repeats or 1)]
         ask = getattr(model, repeated[0].request_type)
         for request, response in zip(repeated, ask(repeated, disable_tqdm=True), strict=True):
@@ -167,7 +167,7 @@ class HarnessRunner(Runner):
                 raise ValueError(f"{method} cannot be applied to {self.loaded.name}: {reason}")
 
     def _tokens(self, model: PolicyLM, name: str, request: Instance) -> int:
-        """Count a request's tokens, prompt and answer; ValueError beyond the model's positions."""
+        """Count a request's prompt and answer tokens, and check that the model can read as many."""
         prompt, follows = request.args[0], request.args[1]
         what = f"document {request.doc_id} of {name}"
         if isinstance(follows, str):

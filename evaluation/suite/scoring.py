@@ -45,7 +45,7 @@ def depth_of(
 
 
 def prediction_of(task: Task, requests: Sequence[Instance]) -> str:
-    """Return the model's text that was scored: filtered answer or likeliest choice."""
+    """Return the model's answer as text: the generated text after filtering, or the choice."""
     responses = [next(iter(request.filtered_resps.values())) for request in requests]
     if task.OUTPUT_TYPE == "generate_until":
         return str(responses[0])
@@ -83,7 +83,7 @@ def scores_of(task: Task, length: int | None, requests: Sequence[Instance]) -> d
 
 
 def _metric(task: Task, metric: str, length: int | None) -> str | None:
-    """Return the name under which a metric is saved; None if it is no mean over documents.
+    """Return the name under which a metric is saved; None for a metric that averages no samples.
 
     RULER names its metric after each length, and scores those of other prompts -1.
     """

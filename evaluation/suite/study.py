@@ -132,7 +132,7 @@ def run(
     progress: Progress = silent,
     listener: Listener | None = None,
 ) -> Results:
-    """Ask every combination of task, length, policy, rate and question; resume an earlier run.
+    """Evaluate every policy on every task, length and question; continue an unfinished folder.
 
     Full context is always asked, once for each task, length and question. Sets the number of
     torch's threads.
@@ -237,7 +237,7 @@ def _check_template(settings: Settings, tokenizer: Any) -> None:
 def _description(
     settings: Settings, loaded: Loaded, tasks: dict[str, Any], chosen: Sequence[Variant]
 ) -> Description:
-    """Make the description that a folder of results starts with, still without cells."""
+    """Make the description of a new folder of results: settings, machine and methods."""
     asked = attrs.asdict(settings) | {
         "dtype": loaded.dtype,
         "fingerprint": fingerprint(loaded),
@@ -252,7 +252,7 @@ def _description(
 
 
 def _made_of(task: Any) -> Any:
-    """Return which data a task's documents were made from, as recorded in its metadata."""
+    """Return the origin of a task's documents, such as a local file, from the task's metadata."""
     return (task.config.metadata or {}).get("made_of")
 
 

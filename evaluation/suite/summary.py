@@ -126,7 +126,7 @@ class Summary:
 
     @property
     def places(self) -> list[tuple[int | None, str]]:
-        """The pairs of prompt length and question at which methods are compared."""
+        """The pairs of prompt length and kind of question for which there are results."""
         found = dict.fromkeys((cell.length, cell.question) for cell in self.figures)
         return sorted(found, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1] != "with"))
 

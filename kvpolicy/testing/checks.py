@@ -194,7 +194,7 @@ def _check_equal_counts(context: LayerContext, protected: Tensor, kept: Tensor) 
 
 
 def _check_bounded(component: KVSelector, context: LayerContext, saliency: Tensor) -> None:
-    """Check that a selector keeps as many tokens of a longer context as of a long one."""
+    """Check that a bounded selector keeps equally many tokens of two very long contexts."""
     once, twice = (
         component.select(
             saliency, attrs.evolve(context, seen_len=tuple(n + more for n in context.seen_len))
@@ -322,7 +322,7 @@ def _check_passed_alone(
 
 
 def _require_all_fit(component: PropagationPolicy, context: LayerContext) -> None:
-    """Check that a policy which let all tokens go on had a budget for all of them."""
+    """Check that a policy which drops no tokens has a budget large enough for all of them."""
     if component.budget is None or _acts_often(component, context):
         return
     new_lens = context.new_valid.sum(dim=1).tolist()

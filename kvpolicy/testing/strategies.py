@@ -23,7 +23,7 @@ HIDDEN = 13
 def layer_contexts(
     draw: st.DrawFn, num_queries: int | None = None, part: Part | None = None
 ) -> LayerContext:
-    """Hypothesis strategy for contexts of a layer: one to three rows, padded or not, any turn.
+    """Hypothesis strategy that draws random `LayerContext`s, to test a policy's parts with.
 
     In a later turn the KV heads of a row may hold unlike numbers of tokens. Some layers say of
     which kind their tokens are. Every axis has a prime length of its own where it can, so that

@@ -46,13 +46,13 @@ class EvictionMethod(Method):
         """Make the scorer that ranks the tokens."""
 
     def _selector(self) -> KVSelector:
-        """Make the selector: the same number of tokens for every layer and KV head."""
+        """Make the selector, which keeps equally many tokens in every layer and KV head."""
         return GQAGroupSelector(
             self.retention_rate, self.window_size, self.retention_tokens, protect=self.protect
         )
 
     def _parts(self) -> Parts:
-        """Make the scorer, the selector and `PassAllPropagation`."""
+        """Make the scorer, the selector and a propagation policy that drops nothing."""
         return self._scorer(), self._selector(), PassAllPropagation()
 
 

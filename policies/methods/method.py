@@ -20,7 +20,7 @@ Parts = tuple[Scorer | None, KVSelector, PropagationPolicy]
 
 
 def _as_given(decoding: DecodingEviction | int | None) -> DecodingEviction | None:
-    """Return ``decoding`` unchanged, typed as a rule: a number becomes a rule later."""
+    """Return the ``decoding`` argument unchanged; only its type is cast, for the type checker."""
     return decoding  # type: ignore[return-value]
 
 
@@ -68,7 +68,7 @@ kernel_size=7, group_first=False)
         """Make the scorer, the selector and the propagation policy from the method's arguments."""
 
     def _rereading(self) -> Repetition | None:
-        """Return how the prompt is read a second time; None if it is read once."""
+        """Return the settings for a second reading of the prompt; None if it is read once."""
         return None
 
     def __attrs_post_init__(self) -> None:
@@ -82,11 +82,11 @@ kernel_size=7, group_first=False)
 
     @property
     def has_decoding_rule(self) -> bool:
-        """True if the method has a bound of its own for answers; see `decoding_rule`."""
+        """True if the method's scorer and selector can also evict while an answer is decoded."""
         return self.rereading is None and under_tokens(self.selector, 1) is not None
 
     def decoding_rule(self, tokens: int, every: int | None = None) -> DecodingEviction:
-        """Make the method's own bound for answers: its scorer and its selector with a token budget.
+        """Make a rule for the method's scorer and selector to evict while an answer is decoded.
 
         Args:
             tokens: Entries that a layer keeps of all it holds, at least 1.
@@ -131,7 +131,7 @@ kernel_size=7, group_first=False)
         return self.decoding_rule(tokens)
 
     def _drop_rates_that_gave_way(self) -> None:
-        """Set a default rate to None if a number of tokens replaces it, so the repr omits it."""
+        """Set default rates to None where a token count replaces them, so the repr omits them."""
         for field in attrs.fields(type(self)):
             tokens = field.name.removesuffix("_rate") + "_tokens"
             yields = isinstance(getattr(self, field.name), DefaultRate)
@@ -140,7 +140,7 @@ kernel_size=7, group_first=False)
 
 
 def _tokens_of(selector: KVSelector) -> int | None:
-    """Return the number of tokens in a selector's budget; None if it has none."""
+    """Return a selector's budget as a number of tokens; None if it is not set as one."""
     while isinstance(selector, WrappingSelector):
         selector = selector.selector
     tokens: int | None = getattr(selector, "retention_tokens", None)
@@ -148,7 +148,7 @@ def _tokens_of(selector: KVSelector) -> int | None:
 
 
 def under_tokens(selector: KVSelector, tokens: int) -> KVSelector | None:
-    """Return the selector with a budget of ``tokens``; None if it takes no budget."""
+    """Return a copy of a selector that keeps ``tokens`` tokens; None if it takes no budget."""
     if isinstance(selector, WrappingSelector):
         within = under_tokens(selector.selector, tokens)
         return None if within is None else selector.around(within)

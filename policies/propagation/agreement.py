@@ -68,7 +68,7 @@ class AgreementPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The number of last tokens that observe the others and always go on."""
+        """The number of last tokens that score the others and always go on to later layers."""
         return self.window_size
 
     @property
@@ -104,13 +104,13 @@ class AgreementPropagation(PropagationPolicy):
         return attrs.evolve(self, drop_layers=tuple(sorted(found)))
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return each layer's highest possible rate: 1 up to the last layer that may drop."""
+        """Return the highest fraction of a prompt's tokens that may reach each layer."""
         rate = self._going_on.fraction(context_len, protected=self.window_size)
         last = max(self.acting_layers(num_layers), default=num_layers)
         return [1.0 if index <= last else rate for index in range(num_layers)]
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
+        """Choose the tokens that go on to the next layer; see `PropagationPolicy.propagate`."""
         assert saliency is not None
         valid = context.new_valid[:, None]  # [batch, 1, new_len]
         protected = self.protected(context)[:, None]
@@ -135,7 +135,7 @@ class AgreementPropagation(PropagationPolicy):
 
     @staticmethod
     def _best(ranking: Tensor, budgets: Sequence[int], valid: Tensor, protected: Tensor) -> Tensor:
-        """Mark the highest-ranked new tokens of each batch row: bool ``[batch, new_len]``."""
+        """Mark the tokens of each batch row that go on if it drops any: ``[batch, new_len]``."""
         chosen = select_top(ranking[:, None], budgets, valid=valid, protected=protected)[:, 0]
         slots = torch.zeros(ranking.shape[0], ranking.shape[1] + 1, device=ranking.device)
         slots.scatter_(1, torch.where(chosen < 0, ranking.shape[1], chosen), 1.0)

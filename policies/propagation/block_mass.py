@@ -72,12 +72,12 @@ class BlockMassPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The number of last tokens that observe the others and always go on."""
+        """The number of last tokens that score the others and always go on to later layers."""
         return self.window_size
 
     @property
     def protected_first(self) -> int:
-        """The number of the context's first tokens that always go on."""
+        """The number of the context's first tokens that always go on to later layers."""
         return self.num_sinks
 
     @property
@@ -100,17 +100,17 @@ class BlockMassPropagation(PropagationPolicy):
         return attrs.evolve(self, drop_layers=tuple(sorted(nearest)))
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return 1 for every layer, since the prompt decides how many tokens are dropped."""
+        """Return 1 for every layer, an upper bound: the prompt decides how many tokens go on."""
         self.acting_layers(num_layers)
         return [1.0] * num_layers
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Return each new token's score: its block's share of the saliency."""
+        """Return each new token's score: the share of saliency that its block of tokens holds."""
         units, blocks = self._masses(saliency, context)
         return units.gather(1, blocks).float() / UNITS
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
+        """Choose the tokens that go on to the next layer; see `PropagationPolicy.propagate`."""
         assert saliency is not None
         units, blocks = self._masses(saliency, context)
         largest, order = units.sort(dim=1, descending=True, stable=True)

@@ -93,7 +93,7 @@ class PyramidPropagation(PropagationPolicy):
         return (context.new_valid & always) | context.is_new_tail(self.window_size)
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
+        """Choose the tokens that go on to the next layer; see `PropagationPolicy.propagate`."""
         assert saliency is not None
         valid, protected = context.new_valid[:, None], self.protected(context)[:, None]
         new_lens = context.new_valid.sum(dim=1).tolist()

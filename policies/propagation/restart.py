@@ -68,12 +68,12 @@ class RestartPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The number of last tokens that observe the others and are always chosen."""
+        """The number of last tokens that score the others and are always chosen for the restart."""
         return self.window_size
 
     @functools.cached_property
     def budget(self) -> Budget:
-        """The number or fraction of each row's tokens on which the prefill runs again."""
+        """The number or fraction of a row's tokens that are chosen for the second prefill."""
         return Budget(self.retention_rate, self.retention_tokens)
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
@@ -96,7 +96,7 @@ class RestartPropagation(PropagationPolicy):
 
     @property
     def protected_first(self) -> int:
-        """The number of the context's first tokens that are always chosen."""
+        """The number of the context's first tokens that are always chosen for the restart."""
         return self.protect
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
@@ -107,7 +107,7 @@ class RestartPropagation(PropagationPolicy):
     def prefill_passes(
         self, num_layers: int, context_len: int | None = None
     ) -> tuple[list[float], ...]:
-        """Return each layer's rate in both prefills: first up to the filter layer, then everywhere.
+        """Return the fraction of tokens that each layer computes, in the first and second prefill.
 
         See `PropagationPolicy.prefill_passes`. The first pass leaves the filter layer after its
         projections, which are not counted.
@@ -117,7 +117,7 @@ class RestartPropagation(PropagationPolicy):
         return first, self.layer_rates(num_layers, context_len)
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
+        """Choose the tokens of the second prefill; see `PropagationPolicy.propagate`."""
         assert saliency is not None
         valid = context.new_valid[:, None]  # [batch, 1, new_len]
         protected = self.protected(context)[:, None]

@@ -127,7 +127,7 @@ class StagedPropagation(PropagationPolicy):
         return frozenset(self._acting(num_layers))
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Return a copy where policies without a layer get one each in the given model.
+        """Return a copy in which combined policies without a layer are given one each for a model.
 
         Stages that leave one layer open keep their order: each takes the layer nearest to its
         default that lies behind the stage before and leaves a layer for every stage to come.
@@ -161,7 +161,7 @@ class StagedPropagation(PropagationPolicy):
         return self if unchanged else attrs.evolve(self, stages=tuple(stages))
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return, for each layer, the lowest rate of the combined policies up to it."""
+        """Return the fraction of tokens that reach each layer, after all policies' drops so far."""
         self._acting(num_layers)
         rates = [stage.layer_rates(num_layers, context_len) for stage in self.stages]
         return [min(of_layer) for of_layer in zip(*rates, strict=True)]

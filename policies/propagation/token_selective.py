@@ -74,12 +74,12 @@ class TokenSelectivePropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The number of last tokens that observe the others and always go on."""
+        """The number of last tokens that score the others and always go on to later layers."""
         return self.window_size
 
     @property
     def protected_first(self) -> int:
-        """The number of the context's first tokens that always go on."""
+        """The number of the context's first tokens that always go on to later layers."""
         return self.protect
 
     @functools.cached_property
@@ -100,20 +100,20 @@ class TokenSelectivePropagation(PropagationPolicy):
         return frozenset({self.tsp_layer})
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Return a copy with an unset ``tsp_layer`` set to the nearest allowed layer."""
+        """Return a copy whose drop layer, if unset, is the allowed layer nearest to the default."""
         (wanted,) = self.acting_layers(num_layers)
         if self.tsp_layer is not None or wanted in eligible:
             return self
         return attrs.evolve(self, tsp_layer=nearest_layer(wanted, eligible), tsp_depth=None)
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return each layer's fraction of tokens: 1 up to the TSP layer, the rate after it."""
+        """Return the fraction of tokens that reach each layer: 1 up to where tokens are dropped."""
         (layer,) = self.acting_layers(num_layers)
         rate = self.budget.fraction(context_len, protected=self.window_size + self.protect)
         return [1.0 if index <= layer else rate for index in range(num_layers)]
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
+        """Choose the tokens that go on to the next layer; see `PropagationPolicy.propagate`."""
         assert saliency is not None
         valid = context.new_valid[:, None]  # [batch, 1, new_len]
         protected = self.protected(context)[:, None]

@@ -54,7 +54,7 @@ class VisualTokenPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The number of last tokens that observe the others and always go on."""
+        """The number of last tokens that score the others and always go on to later layers."""
         return self.window_size
 
     def protected(self, context: LayerContext) -> Tensor:
@@ -71,12 +71,12 @@ class VisualTokenPropagation(PropagationPolicy):
         return frozenset({self.drop_layer})
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return 1 for every layer, since a prompt's share of visual tokens is unknown."""
+        """Return 1 for every layer, an upper bound: prompts differ in their visual tokens."""
         self.acting_layers(num_layers)
         return [1.0] * num_layers
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
+        """Choose the tokens that go on to the next layer; see `PropagationPolicy.propagate`."""
         assert saliency is not None
         visual = context.is_new_kind(*VISUAL)
         protected = self.protected(context)

@@ -73,7 +73,7 @@ class BlockProductScorer(Scorer):
 
 
 def _unit_means(products: Tensor, context: LayerContext, size: int, count: int) -> Tensor:
-    """Average keys over units of consecutive tokens; 0 for units without a token."""
+    """Average the query-key products over each run of ``size`` consecutive tokens."""
     group = context.query_heads // context.kv_heads
     at = (context.positions.clamp(min=0) // size).repeat_interleave(group, dim=1)
     real = context.valid.repeat_interleave(group, dim=1).to(products.dtype)

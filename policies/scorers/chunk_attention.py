@@ -81,7 +81,7 @@ class ChunkAttentionScorer(Scorer):
         return standardized(pooled, asked).masked_fill_(~asked, 0.0)
 
     def _attention(self, context: LayerContext, scored: Tensor) -> tuple[Tensor, Tensor]:
-        """Return attention within chunks ``[batch, query_heads, key_len]``, and its valid keys."""
+        """Return each key's summed attention in its chunk, and a mask of keys that got any."""
         group = context.query_heads // context.kv_heads
         sums = torch.zeros(
             context.batch, context.query_heads, context.key_len, device=context.keys.device

@@ -66,17 +66,17 @@ class _CombinedScorer(Scorer):
         return self._combined([saliency for saliency, _ in found]), state
 
     def _combined(self, found: list[Tensor]) -> Tensor:
-        """Combine the scorers' saliency tensors, of which some may have one head per KV group."""
+        """Combine all scorers' saliency into one tensor, repeating it where it is per KV head."""
         heads = max(saliency.shape[1] for saliency in found)
         repeated = [each.repeat_interleave(heads // each.shape[1], dim=1) for each in found]
         return self._of_all(torch.stack(repeated))
 
     @abc.abstractmethod
     def _of_all(self, saliencies: Tensor) -> Tensor:
-        """Reduce the stacked saliency ``[scorers, batch, heads, key_len]`` over scorers."""
+        """Combine saliency stacked as ``[scorers, batch, heads, key_len]`` along its first axis."""
 
     def _shown(self, context: LayerContext) -> Iterator[tuple[Scorer, LayerContext]]:
-        """Yield each combined scorer with a context that has only the inputs it reads."""
+        """Yield each combined scorer, with a layer context cut to the inputs it reads."""
         end = 0
         for scorer in self.scorers:
             start, end = end, end + scorer.state_size

@@ -84,7 +84,7 @@ class LagKVScorer(Scorer):
         return (self.lag_size - 1 - order.argsort(dim=-1)).flatten(2)
 
     def _unevenness(self, states: Tensor) -> Tensor:
-        """Return the spread over channels of keys or values, scaled to the next run's range."""
+        """Return the spread over channels of keys or values scaled to the range of later tokens."""
         runs = states.float().reshape(*states.shape[:2], -1, self.lag_size, states.shape[3])
         low, high = runs[:, :, 1:].aminmax(dim=3, keepdim=True)
         reach = high - low

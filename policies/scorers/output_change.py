@@ -93,7 +93,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _heaviest(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each head's largest attention weight, and the weights with 0 in its place.
+    """Split attention weights into the largest (its index and value) and the others, with 0 for it.
 
     One minus the largest weight is the sum of the others, which subtraction would round away.
     """
@@ -102,5 +102,5 @@ def _heaviest(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _distances(outputs: Tensor, values: Tensor) -> Tensor:
-    """Return distances of values to attention outputs, ``[batch, kv_heads, outputs, key_len]``."""
+    """Return the distance of each value vector to each attention output of its KV head."""
     return torch.cdist(outputs, values, compute_mode="donot_use_mm_for_euclid_dist")

@@ -105,7 +105,7 @@ class RedundancyScorer(Scorer):
         return _softmax(sums / valid.sum(dim=-1, keepdim=True).clamp(min=1), valid)
 
     def _leave_out_copies(self, sums: Tensor, directions: Tensor) -> None:
-        """Subtract, from each key's sum of cosines, its cosine with the last key like it.
+        """Keep the last of several similar keys from counting as redundant: subtract its cosines.
 
         Computed in blocks of heads and keys, so that the whole matrix is never in memory. All
         blocks use the same memory, since allocating it costs more than the products.
@@ -133,7 +133,7 @@ class RedundancyScorer(Scorer):
                 sums[own].scatter_add_(-1, last, -copied)
 
     def _last_copies(self, cosines: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, for each key, the last key similar to it and their cosine; 0 and 0 if none.
+        """Return the index of the last key similar to each key, and their cosine; 0 and 0 if none.
 
         Searches runs of keys by their highest cosine, then one run key by key.
 

@@ -84,7 +84,7 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
         return compress(here, int(here.sum(dim=-1).max()))
 
     def _places(self, seen_len: tuple[int, ...], protected: Tensor) -> tuple[Tensor, Tensor]:
-        """Split each row's budget into tokens that every head keeps and tokens that heads share."""
+        """Split each row's budget into a fixed part per head and a part heads compete for."""
         fixed = protected.sum(dim=-1).amax(dim=-1)
         mean = on_device([self._free(seen, 0) for seen in seen_len], protected.device)
         free = mean.maximum(fixed) - fixed

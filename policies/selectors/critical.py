@@ -72,7 +72,7 @@ class CriticalSelector(WrappingSelector):
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return how many tokens the wrapped selector keeps, which is also kept here."""
+        """Return how many tokens are kept of each row: as many as the wrapped selector keeps."""
         return known_counts(self.selector, context)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:

@@ -47,12 +47,12 @@ class FirstLayersWholeSelector(WrappingSelector):
 
     @property
     def budget(self) -> Budget | None:
-        """The wrapped selector's budget; None if any first layers keep all tokens."""
+        """The wrapped selector's budget; None if it does not hold for the first layers."""
         return None if self.whole_layers else self.selector.budget
 
     @property
     def equal_counts(self) -> bool:
-        """True if no layers keep all tokens and the wrapped selector's heads keep equally many."""
+        """True if all heads of all layers keep equally many tokens of a batch row."""
         return self.whole_layers == 0 and self.selector.equal_counts
 
     @property
@@ -65,16 +65,16 @@ class FirstLayersWholeSelector(WrappingSelector):
         return context.valid if self._is_whole(context) else self.selector.protected(context)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return each layer's kept fraction: 1 in first layers, then the wrapped selector's."""
+        """Return the fraction of tokens that each layer keeps: 1 in the first layers, then less."""
         rates = self.selector.kept_rates(num_layers, context_len)
         return [1.0 if layer < self.whole_layers else rate for layer, rate in enumerate(rates)]
 
     def around(self, selector: KVSelector) -> KVSelector:
-        """Return a copy around another selector that evicts in all layers, to use in decoding."""
+        """Return a copy that uses the given selector in all layers, to evict while decoding."""
         return attrs.evolve(self, selector=selector, whole_layers=0)
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return all tokens' number in the first layers, the wrapped selector's count after."""
+        """Return how many tokens of each row this layer keeps: all of them in the first layers."""
         whole = self._is_whole(context)
         return context.held_len if whole else known_counts(self.selector, context)
 

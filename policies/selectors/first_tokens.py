@@ -59,7 +59,7 @@ class FirstTokensWholeSelector(WrappingSelector):
 
     @property
     def budget(self) -> Budget | None:
-        """The wrapped selector's budget; None if any first tokens are kept besides."""
+        """The wrapped selector's budget; None if it does not count the first tokens also kept."""
         return None if self.whole_tokens else self.selector.budget
 
     @property
@@ -69,7 +69,7 @@ class FirstTokensWholeSelector(WrappingSelector):
 
     @property
     def equal_counts(self) -> bool:
-        """True if the wrapped selector has equal counts and no first tokens of its own.
+        """True if all heads of all layers keep equally many tokens of a batch row.
 
         Otherwise heads with equally many protected tokens may hold different numbers of first ones.
         """
@@ -82,7 +82,7 @@ class FirstTokensWholeSelector(WrappingSelector):
         return first | self.selector.protected(self._behind(context))
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return each layer's kept fraction: the first tokens' plus the wrapped selector's."""
+        """Return the fraction of tokens that each layer keeps, with the first tokens counted."""
         if context_len is None:
             return self.selector.kept_rates(num_layers)
         first = min(self.whole_tokens, check_count("context_len", context_len, minimum=1))
@@ -93,7 +93,7 @@ class FirstTokensWholeSelector(WrappingSelector):
         return [(first + rate * behind) / context_len for rate in rates]
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return each row's kept count: the first tokens plus the wrapped selector's."""
+        """Return how many tokens of each row are kept, with the first tokens counted."""
         behind = known_counts(self.selector, self._behind(context))
         if behind is None:
             return None

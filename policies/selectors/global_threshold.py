@@ -94,7 +94,7 @@ class GlobalThresholdSelector(SharedBudgetSelector):
 
 @attrs.frozen(eq=False)
 class _Layer:
-    """One layer's saliency with the heads of all tensor-parallel processes together."""
+    """One layer's saliency, gathered for the heads of all tensor-parallel processes."""
 
     scores: Tensor
     valid: Tensor
@@ -109,7 +109,7 @@ class _Layer:
         return _Layer(*(context.heads.gather(part).to(device) for part in parts))
 
     def kept(self, taken: Tensor, context: LayerContext) -> Tensor:
-        """Return the indices that this process's heads keep, given ``taken``, the mask over all."""
+        """Return the token indices that this process's heads keep, from a mask for all heads."""
         chosen = self.protected | taken.view_as(self.protected)
         first = context.heads.share * context.kv_heads
         here = chosen[:, first : first + context.kv_heads, chosen.shape[2] - context.key_len :]

@@ -73,7 +73,7 @@ class PyramidSelector(SharedBudgetSelector):
         return [mean + max(min(fall, 1 - mean), mean - 1) for fall in falls]
 
     def count(self, seen_len: int, protected: int, layer_idx: int, num_layers: int) -> int:
-        """Return how many of a row's tokens one layer keeps, if all of them reach it.
+        """Return how many tokens of a row one layer keeps if all of the row's tokens reach it.
 
         Args:
             seen_len: Tokens of the row's whole context so far.
@@ -99,7 +99,7 @@ class PyramidSelector(SharedBudgetSelector):
         return tuple(self._of_layer(context, seen, held, most) for seen, held, (_, most) in rows)
 
     def _of_layer(self, context: LayerContext, seen: int, held: int, protected: int) -> int:
-        """Return how many tokens this layer keeps of the ``held`` tokens of a row."""
+        """Return how many of a row's ``held`` tokens this layer's budget allows it to keep."""
         return min(held, self.count(seen, protected, context.layer_idx, context.num_layers))
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:

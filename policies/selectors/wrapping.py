@@ -69,5 +69,5 @@ class WrappingSelector(KVSelector):
         return self.selector.kept_rates(num_layers, context_len)
 
     def around(self, selector: KVSelector) -> KVSelector:
-        """Return this wrapper around another selector, as needed for eviction while decoding."""
+        """Return a copy that wraps the given selector instead, for eviction while decoding."""
         return attrs.evolve(self, selector=selector)

@@ -34,7 +34,7 @@ class Method:
 
 @attrs.frozen
 class Place:
-    """A prompt length and a way of asking, at which methods are compared in charts.
+    """One panel of the charts: the methods' results at one prompt length and kind of question.
 
     Args:
         title: Its name.
@@ -48,7 +48,7 @@ class Place:
 
     @property
     def full(self) -> Cost | None:
-        """The cost of full context; None if its answers are not finished."""
+        """The cost of full context in this panel; None if its answers are not finished."""
         costs = (each.cost for each in self.methods if each.name == FULL_CONTEXT)
         return next(costs, None)
 
@@ -132,7 +132,7 @@ class NeedleMap:
 
 
 def places(summary: Summary) -> list[Place]:
-    """Return the methods' mean scores and costs for every prompt length and question."""
+    """Return the charts' panels: mean scores and costs for every prompt length and question."""
     numbers = series(summary)
     found = []
     for length, question in summary.places:

@@ -47,7 +47,7 @@ def percents(metrics: Sequence[str]) -> list[str]:
 
 
 def unfinished(figure: Figure) -> str:
-    """Return text on how many samples of an unfinished cell are done."""
+    """Return text on how many of an unfinished cell's samples are done."""
     return f"{figure.done} of {figure.expected}" if figure.done else "not begun"
 
 
@@ -73,6 +73,6 @@ def duration(seconds: float) -> str:
 
 
 def place(length: int | None, question: str) -> str:
-    """Describe a prompt length and a way of asking the question in words."""
+    """Describe in words a prompt length, and whether the question is read with the context."""
     tokens = "own length" if length is None else f"{length:,} tokens"
     return f"{tokens}, question {'with the context' if question == 'with' else 'later'}"

@@ -22,7 +22,7 @@ OWN = "kvpolicy.evaluation.tasks."
 
 @attrs.frozen
 class Wanted:
-    """Which documents of the tasks to ask: local data, lengths, tokenizer and number.
+    """Which documents to load for harness tasks: local data, prompt lengths and their number.
 
     Args:
         data: A folder with local data; None for the harness's own ways.

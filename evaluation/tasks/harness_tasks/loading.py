@@ -135,7 +135,7 @@ def load_tasks(
 
 
 def _knowing(names: Sequence[str], manager: LocalTaskManager) -> LocalTaskManager:
-    """Return a task manager that knows all given names, listing all harness tasks if needed."""
+    """Return a harness task manager that knows all given task names; ValueError if none does."""
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown and not manager.everything:
         manager = task_manager(
@@ -156,7 +156,7 @@ def _knowing(names: Sequence[str], manager: LocalTaskManager) -> LocalTaskManage
 
 
 def _leaves(name: str, manager: TaskManager) -> Iterator[str]:
-    """Yield the names of the single tasks in a task, group or tag."""
+    """Yield the names of single tasks behind a name, which may be that of a group or tag."""
     entry = manager.task_index[name]
     kind = entry.kind.name
     members = sorted(entry.tags) if kind == "TAG" else (entry.cfg or {}).get("task")

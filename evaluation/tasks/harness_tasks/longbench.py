@@ -74,7 +74,7 @@ def _row(line: str, where: str) -> dict[str, Any]:
 
 
 def _list(value: Any) -> list[str]:
-    """Return a list of texts, parsed if given as text such as ``"['one', 'two']"``."""
+    """Return a document's field as a list of texts; the field may be text such as ``"['a']"``."""
     if isinstance(value, str):
         try:
             read = ast.literal_eval(value)

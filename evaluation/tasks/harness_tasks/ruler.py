@@ -129,7 +129,7 @@ class RulerSource:
         return len(self.tokenizer(text)["input_ids"])
 
     def _check_fits(self, task: str, names: Mapping[str, Any], length: int) -> None:
-        """Check that the task's smallest prompt fits the length; else the harness loops forever."""
+        """Check that a task's shortest prompt fits a length; the harness would try forever."""
         smallest = 0
         if "sys_word_pair_random" in names:
             example, text, answer = names["generate_input_output"](10, length)
@@ -184,7 +184,7 @@ def local_rows(file: Path) -> Rows:
 
 
 def _without_beginning(text: str) -> tuple[str, str]:
-    r"""Split a RULER prompt into its text and the answer's start on its last line.
+    r"""Split a RULER prompt into the prompt proper and the beginning of the answer at its end.
 
     Example:
         >>> _without_beginning("1. a 2. b\nQuestion: Which? Answer: They are:")

@@ -29,7 +29,7 @@ LIST_QUESTION = 3
 
 @attrs.frozen
 class LookupPlan:
-    """How many keys with names, and how many chains of roads, a lookup document contains.
+    """What a generated lookup document contains: how many key-name pairs and chains of nodes.
 
     Args:
         num_asked: keys that are asked for.
@@ -49,7 +49,7 @@ class LookupPlan:
 def common_document(
     rng: random.Random, nouns: Sequence[str], size: int, share: float = 0.1, ratio: int = 4
 ) -> tuple[list[Words], Question]:
-    """Make a list of words with the question for its most common word, of ``size`` tokens."""
+    """Make a word list of ``size`` tokens with a question for its most common word."""
     room = size - LIST_QUESTION
     num_words = room // (LIST_WORDS + 2) * LIST_WORDS
     words, common = common_list(rng, nouns, num_words, share, ratio)
@@ -62,7 +62,7 @@ def common_document(
 def frequent_document(
     rng: random.Random, nouns: Sequence[str], size: int, num_rare: int = 13
 ) -> tuple[list[Words], Question]:
-    """Make a half-filler text with the question for its most frequent word.
+    """Make a text of ``size`` tokens, half of it filler, that asks for its most frequent word.
 
     They are of ``size`` tokens together.
     """
@@ -77,7 +77,7 @@ def frequent_document(
 def lookup_document(
     rng: random.Random, plan: LookupPlan, size: int
 ) -> tuple[list[Words], Question]:
-    """Make a document of named keys and roads with its question, of ``size`` tokens.
+    """Make a document that names keys and links nodes, with filler, and a question about it.
 
     Raises:
         ValueError: The statements of the plan do not fit.

@@ -29,7 +29,7 @@ class Question:
 
 
 def ask_names(pairs: Sequence[tuple[Words, Words]]) -> Question:
-    """Make the question that asks for the names of one or more keys of a document.
+    """Make the question for the names that a document gives to one or more keys.
 
     Args:
         pairs: the keys, of one or two words, with their names.
@@ -48,7 +48,7 @@ def ask_names(pairs: Sequence[tuple[Words, Words]]) -> Question:
 
 
 def ask_past(start: str, key: str, name: Words) -> Question:
-    """Make the question for the name of the key that a road from a given node leads to.
+    """Make a two-hop question: the name of the key to which a given node is linked.
 
     Example:
         >>> question = ask_past("mill", "river", ("amber", "fox"))
@@ -59,7 +59,7 @@ def ask_past(start: str, key: str, name: Words) -> Question:
 
 
 def ask_road(nodes: Sequence[str]) -> Question:
-    """Make the question that asks where the roads from a node lead.
+    """Make the question for the nodes that follow one node along a chain of links.
 
     Example:
         >>> question = ask_road(["mill", "river", "castle"])

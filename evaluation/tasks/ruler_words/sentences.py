@@ -27,7 +27,7 @@ def name_sentence(rng: random.Random, key: Words, name: Words) -> Words:
 
 
 def road_sentences(nodes: Sequence[str]) -> list[Words]:
-    """Write the roads of a chain as sentences such as ``road mill river .``, in order.
+    """Write links between successive nodes as sentences such as ``road mill river .``.
 
     Example:
         >>> road_sentences(["mill", "river", "castle"])

@@ -99,7 +99,7 @@ def _draw(rng: random.Random, kind: str, length: int) -> WordPrompt:
 
 
 def _plan(kind: str, length: int) -> LookupPlan:
-    """Return how many keys and roads a lookup document of a kind and length contains."""
+    """Return how many named keys and node chains a lookup document of a kind and length has."""
     others = min(length // 32, 48)
     if kind == "single":
         return LookupPlan()

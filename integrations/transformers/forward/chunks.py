@@ -191,7 +191,7 @@ class InPrompt(AtQueries):
         )
 
     def shown(self, at: PassState, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the queries to show the policy, and which of the new slots hold tokens."""
+        """Return the last queries, as many as the policy reads, and the mask of real new tokens."""
         count = at.policy.num_queries
         first = 0 if count is None else max(queries.shape[2] - count, 0)
         return queries[:, :, first:], at.reach.valid

@@ -47,7 +47,7 @@ class Unpacked(Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], held: Packed, read: Callable[[], Tensor]) -> Unpacked:
-        """Make a stand-in with the shape that the result of ``read`` will have."""
+        """Make a stand-in tensor that has a shape and dtype, and calls ``read`` for its values."""
         made: Unpacked = Tensor._make_wrapper_subclass(
             cls, shape, dtype=held.dtype, device=held.lengths.device
         )

@@ -58,7 +58,7 @@ def dense_outputs(
 
 @torch.no_grad()
 def plain_outputs(model: nn.Module, ids: Tensor, *, placed: bool = False) -> Tensor:
-    """Return a model's logits or last hidden states ``[len, size]`` for one row.
+    """Run a model on one prompt without any cache; return its logits or last hidden states.
 
     Args:
         model: The model, or its decoder.
@@ -126,7 +126,7 @@ def _given_mask(layer: nn.Module, index: int, implementation: str) -> Iterator[N
 
 @contextmanager
 def _reading_some(layer: nn.Module, index: int) -> Iterator[None]:
-    """Run a module without attention only on the tokens that reach it, in a `with` block.
+    """In a `with` block, make a non-attention module compute only tokens not dropped before it.
 
     Its output is 0 for the other tokens, which nothing reads. Calls of other threads pass through.
     """

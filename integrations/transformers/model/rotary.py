@@ -117,7 +117,7 @@ class Form:
     name: str
 
     def given(self, cos: Tensor, sin: Tensor, like: Any) -> Any:
-        """Return cosines and sines ``[batch, length, pairs]`` in this layout.
+        """Convert cosines and sines ``[batch, length, pairs]`` to the layout that the model uses.
 
         Args:
             cos: float32.

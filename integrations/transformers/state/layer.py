@@ -357,7 +357,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             self._hold(*held.read(), chosen, 0)
 
     def written(self, tokens: SeenTokens) -> None:
-        """Count one more slot that the owner of claimed buffers has written."""
+        """Record that another object wrote the next token into this layer's key/value buffers."""
         assert isinstance(self.held, Plain)
         self.held = self.held.written(1)
         self.follow(tokens)
