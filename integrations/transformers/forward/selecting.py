@@ -100,7 +100,8 @@ class Select(AtEnd):
         policy, layer = at.policy, at.layers[index]
         plain = type(layer) is PolicyLayer and inputs.keys.shape[1] == stored[0].shape[1]
         asks = policy.decoding is not None or policy.gapless or index in self.history.layers
-        acts = index in at.call.model.acting or policy.decides_later
+        drops = index in at.call.model.acting and not at.call.model.restarts
+        acts = drops or policy.decides_later
         if not plain or asks or acts or not declares(policy.selector, "keeps_all"):
             return False
         lengths = at.held_len(layer)

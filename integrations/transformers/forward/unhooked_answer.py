@@ -203,7 +203,7 @@ def needs_no_hooks(run: PassRun, given: dict[str, Any], most: int) -> bool:
         most: The largest number of tokens to come.
     """
     call, at, made = run.call, run.at, run.made
-    model, end = call.model, at.tokens.seen + most
+    model, end = call.model, at.before.seen + most
     return (
         type(made.at_queries) is Ignore
         and run.attention.is_free

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpolicy.integrations.transformers.state import storage
 from tests.integrations.situations.run import Play
 from tests.integrations.situations.table import Situation, situations
 from tests.integrations.support.comparison import NearTieError
@@ -17,7 +18,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("situation", situations(), ids=str)
-def test_situation(situation: Situation, tmp_path: Path) -> None:
+def test_situation(situation: Situation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if len(str(situation)) % 2:  # tokens are written behind the others, as those of long prompts
+        monkeypatch.setattr(storage, "COPIED_BYTES", 0)
     for seed in range(4):
         with contextlib.suppress(NearTieError):  # of another text then
             Play(situation, tmp_path, seed)()

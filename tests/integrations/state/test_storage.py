@@ -16,6 +16,7 @@ from kvpolicy.integrations.transformers import (
     QuantizedStorage,
     Storage,
 )
+from kvpolicy.integrations.transformers.state import storage
 from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
 from tests.integrations.support.conversation import left_padded
 from tests.reference import random_tokens, tiny_model
@@ -140,7 +141,20 @@ def test_held_by_hand(storage: Storage) -> None:
     assert torch.equal(held.rows(torch.tensor([1])).read()[1][0, 0, 3], keys[1, 0, 0, :2])
 
 
-def test_appending_copies_once_in_many_steps_and_never_what_others_see() -> None:
+def test_few_bytes_are_copied_with_each_token_and_no_memory_is_left_over() -> None:
+    keys = torch.arange(6.0).view(1, 1, 3, 2)
+    held, token = PlainStorage().hold(keys, keys), torch.full((1, 1, 1, 2), 9.0)
+    for count in range(4, 60):
+        held = held.appended(token, token)
+        assert held.capacity == held.shape[2] == count
+    assert torch.equal(held.read()[0][:, :, :3], keys)
+    assert bool((held.read()[1][:, :, 3:] == 9).all())
+
+
+def test_appending_copies_once_in_many_steps_and_never_what_others_see(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storage, "COPIED_BYTES", 0)
     keys = torch.arange(6.0).view(1, 1, 3, 2)
     first = PlainStorage().hold(keys, keys)
     assert first.capacity == 3  # nothing is held for what may come

@@ -1,0 +1,327 @@
+"""Answers of `generate` whose tokens run without hooks, against the same answers with hooks."""
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvpolicy import CachePolicy, DecodingEviction
+from kvpolicy.integrations.transformers import (
+    OffloadedStorage,
+    PolicyCache,
+    QuantizedStorage,
+    Storage,
+)
+from kvpolicy.integrations.transformers.forward import unhooked_answer
+from kvpolicy.integrations.transformers.state import storage
+from kvpolicy.policies import (
+    AdaKV,
+    FastKV,
+    FullContext,
+    GemFilter,
+    GQAGroupSelector,
+    SnapKV,
+    StreamingLLM,
+    WindowMaxPoolScorer,
+)
+from tests.families import FAMILIES, VOCAB_SIZE
+from tests.integrations.support.conversation import left_padded
+from tests.reference import tiny_model
+
+POLICIES = {
+    "full_context": FullContext(),
+    "streaming_llm": StreamingLLM(0.3),
+    "snapkv": SnapKV(retention_tokens=12),
+    "fastkv": FastKV(tsp_layer=1, tsp_rate=0.4, retention_tokens=12),
+}
+# Why the tokens of these policies run with hooks.
+WITH_HOOKS = {
+    "a bound": SnapKV(
+        retention_tokens=12,
+        decoding=DecodingEviction(
+            WindowMaxPoolScorer(), GQAGroupSelector(retention_tokens=12), every=4
+        ),
+    ),
+    "unequal heads": AdaKV(retention_tokens=12),
+    "other positions": GemFilter(filter_layer=1, retention_tokens=12),
+}
+# The families whose tokens need nothing of the library under any of the policies above.
+FREE = {
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "phi3", "granite"),
+    *("olmo2", "cohere", "glm4", "starcoder2", "gpt_neox", "deepseek_v3", "smollm3", "stablelm"),
+    *("minimax_m2", "opt"),
+}
+REFUSED = {"falcon_alibi", "mamba", "bloom", "mpt"}
+
+
+@pytest.fixture(params=[0, 1 << 17], ids=["in place", "copied"])
+def copied_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Tokens are written behind the others, or few are copied with each token."""
+    count: int = request.param
+    monkeypatch.setattr(storage, "COPIED_BYTES", count)
+    return count
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether hooks were found to be needed, once an answer."""
+    found: list[bool] = []
+    needs_no_hooks = unhooked_answer.needs_no_hooks
+
+    def noted(*args: Any) -> bool:
+        found.append(needs_no_hooks(*args))
+        return found[-1]
+
+    monkeypatch.setattr(unhooked_answer, "needs_no_hooks", noted)
+    return found
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return tiny_model("llama", seed=1)
+
+
+def random_tokens(batch: int, length: int, *, seed: int) -> Tensor:
+    """Draw token ids ``[batch, length]``, none of them padding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCAB_SIZE, (batch, length), generator=generator)
+
+
+def answer(
+    model: PreTrainedModel,
+    prompt: Tensor,
+    cache: PolicyCache,
+    count: int = 9,
+    *,
+    mask: Tensor | None = None,
+    **how: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens of a greedy answer, and their logits ``[count, batch, vocab]``."""
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt) if mask is None else mask,
+        past_key_values=cache,
+        max_new_tokens=count,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **how,
+    )
+    return output.sequences, torch.stack(output.logits)
+
+
+def with_hooks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(unhooked_answer, "needs_no_hooks", lambda *args: False)
+    return monkeypatch
+
+
+def assert_alike(one: PolicyCache, other: PolicyCache) -> None:
+    """Both caches have seen and hold the same."""
+    assert one.seen_lengths == other.seen_lengths
+    assert one.get_seq_length() == other.get_seq_length()
+    assert torch.equal(one.reader.tokens.ids, other.reader.tokens.ids)
+    assert torch.equal(one.reader.tokens.appended, other.reader.tokens.appended)
+    for own, theirs in zip(one.layers, other.layers, strict=True):
+        assert torch.equal(own.positions, theirs.positions)
+        torch.testing.assert_close(own.keys, theirs.keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(own.values, theirs.values, atol=1e-5, rtol=1e-5)
+
+
+def two_turns(model: PreTrainedModel, policy: CachePolicy, batch: int = 2) -> Any:
+    """Return a cache after two turns, the tokens and the logits of both answers."""
+    cache, prompt = PolicyCache(policy), random_tokens(batch, 40, seed=2)
+    tokens, logits = answer(model, prompt, cache)
+    prompt = torch.cat([tokens, random_tokens(batch, 11, seed=3)], dim=1)
+    more, more_logits = answer(model, prompt, cache, 5)
+    return cache, more, torch.cat([logits, more_logits])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_two_turns_are_those_with_hooks(
+    llama: PreTrainedModel, name: str, begun: list[bool], copied_bytes: int
+) -> None:
+    cache, tokens, logits = two_turns(llama, POLICIES[name])
+    assert begun == [True, True]
+    with pytest.MonkeyPatch.context() as patch:
+        with_hooks(patch)
+        expected = two_turns(llama, POLICIES[name])
+    assert torch.equal(tokens, expected[1])
+    torch.testing.assert_close(logits, expected[2], atol=1e-5, rtol=1e-5)
+    assert_alike(cache, expected[0])
+    assert not any(module._forward_pre_hooks for module in llama.modules())
+
+
+@pytest.mark.parametrize("reason", WITH_HOOKS)
+def test_what_needs_hooks_keeps_them(
+    llama: PreTrainedModel, reason: str, begun: list[bool]
+) -> None:
+    two_turns(llama, WITH_HOOKS[reason])
+    assert not any(begun)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
+def test_every_family_with_and_without_hooks(name: str, begun: list[bool]) -> None:
+    model = FAMILIES[name].build(seed=1)
+    prompt = random_tokens(1, 40, seed=2)
+    policy = StreamingLLM(0.5)
+    cache = PolicyCache(policy)
+    tokens, logits = answer(model, prompt, cache)
+    with pytest.MonkeyPatch.context() as patch:
+        with_hooks(patch)
+        expected = PolicyCache(policy)
+        same, same_logits = answer(model, prompt, expected)
+    assert torch.equal(tokens, same)
+    torch.testing.assert_close(logits, same_logits, atol=1e-5, rtol=1e-5)
+    assert cache.get_seq_length() == expected.get_seq_length() == 48
+    if name in FREE:
+        assert begun == [True]
+
+
+def test_padded_rows_keep_hooks(llama: PreTrainedModel, begun: list[bool]) -> None:
+    rows = [random_tokens(1, count, seed=count)[0].tolist() for count in (40, 31)]
+    prompt, mask = left_padded(rows)
+    answer(llama, prompt, PolicyCache(SnapKV(retention_tokens=12)), mask=mask)
+    assert begun == [False]
+
+
+@pytest.mark.parametrize("held", [OffloadedStorage(), QuantizedStorage(q_group_size=8)], ids=str)
+def test_storages(llama: PreTrainedModel, held: Storage, begun: list[bool]) -> None:
+    prompt, policy = random_tokens(1, 40, seed=2), SnapKV(retention_tokens=12)
+    tokens, _ = answer(llama, prompt, PolicyCache(policy, held))
+    with pytest.MonkeyPatch.context() as patch:
+        with_hooks(patch)
+        expected, _ = answer(llama, prompt, PolicyCache(policy, held))
+    assert torch.equal(tokens, expected)
+    assert begun[0] is isinstance(held, OffloadedStorage)
+
+
+@pytest.mark.parametrize(("window", "free"), [(49, True), (48, False)])
+def test_a_window_that_the_answer_does_not_reach(
+    window: int, free: bool, begun: list[bool]
+) -> None:
+    model = FAMILIES["mistral"].build(seed=1)
+    model.config.sliding_window = window
+    prompt = random_tokens(1, 40, seed=2)
+    cache = PolicyCache(FullContext())
+    tokens, logits = answer(model, prompt, cache)
+    assert begun == [free]
+    whole = model(tokens[:, :-1], use_cache=False).logits[0, 39:]
+    torch.testing.assert_close(logits[:, 0], whole, atol=1e-4, rtol=1e-4)
+
+
+class Reader:
+    """A streamer that looks at a cache after each token."""
+
+    def __init__(self, cache: PolicyCache) -> None:
+        self.cache, self.seen, self.copies = cache, [], []
+
+    def put(self, ids: Tensor) -> None:
+        cache = self.cache
+        if not cache.get_seq_length():
+            return
+        layer = cache.layers[2]
+        assert layer.positions.shape[2] == layer.keys.shape[2] == layer.kept_len
+        assert int(layer.positions.max()) == cache.get_seq_length() - 1
+        assert cache.report().layers[0].seen == cache.seen_lengths[0]
+        self.seen.append(cache.seen_lengths[0])
+        self.copies.append(copy.copy(cache))
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+def test_a_cache_that_is_read_and_copied_between_tokens(
+    llama: PreTrainedModel, begun: list[bool], copied_bytes: int
+) -> None:
+    prompt, cache = random_tokens(1, 40, seed=2), PolicyCache(SnapKV(retention_tokens=12))
+    reader = Reader(cache)
+    tokens, _ = answer(llama, prompt, cache, streamer=reader)
+    assert begun == [True]
+    assert reader.seen == [*range(40, 48), 48]
+    alone = PolicyCache(SnapKV(retention_tokens=12))
+    expected, logits = answer(llama, prompt, alone)
+    assert torch.equal(tokens, expected)
+    assert_alike(cache, alone)
+    for index, each in enumerate(reader.copies[:-1]):  # each goes on where it was copied
+        assert each.get_seq_length() == 40 + index
+        with each.attached(llama), torch.no_grad():
+            again = llama(tokens[:, 40 + index][:, None], past_key_values=each).logits[:, -1]
+        torch.testing.assert_close(again, logits[index + 1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_an_interrupted_token_is_forgotten(
+    llama: PreTrainedModel, layer: int, begun: list[bool], copied_bytes: int
+) -> None:
+    prompt, policy = random_tokens(1, 40, seed=2), SnapKV(retention_tokens=12)
+    tokens, logits = answer(llama, prompt, PolicyCache(policy))
+    cache, calls = PolicyCache(policy), []
+
+    def interrupts(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 6:  # in the fifth token
+            raise KeyboardInterrupt
+
+    handle = llama.model.layers[layer].mlp.register_forward_hook(interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        answer(llama, prompt, cache)
+    handle.remove()
+    assert begun == [True, True]
+    assert cache.get_seq_length() == 44
+    assert all(each.kept_len == 12 + 4 for each in cache.layers)
+    with cache.attached(llama), torch.no_grad():
+        again = llama(tokens[:, 44:45], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(again, logits[5], atol=1e-5, rtol=1e-5)
+
+
+def test_room_never_takes_more_memory_than_full_context(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "COPIED_BYTES", 0)
+    prompt, starts = random_tokens(1, 40, seed=2), set()
+    cache = PolicyCache(SnapKV(retention_tokens=12))
+
+    class Looking(Reader):
+        def put(self, ids: Tensor) -> None:
+            if cache.get_seq_length():
+                starts.add(cache.layers[1].keys.data_ptr())
+                slots = cache.layers[1].capacity
+                assert slots <= cache.get_seq_length()
+
+    answer(llama, prompt, cache, 20, streamer=Looking(cache))
+    assert len(starts) == 3  # what was kept, with the first token, with room for the answer
+
+
+def test_two_caches_attached_at_once(llama: PreTrainedModel, begun: list[bool]) -> None:
+    prompt, policy = random_tokens(1, 40, seed=2), SnapKV(retention_tokens=12)
+    expected, _ = answer(llama, prompt, PolicyCache(policy))
+    one, other = PolicyCache(policy), PolicyCache(AdaKV(retention_tokens=12))
+    with other.attached(llama), one.attached(llama):
+        assert torch.equal(answer(llama, prompt, one)[0], expected)
+        answer(llama, prompt, other)
+        more = random_tokens(1, 7, seed=4)
+        one.start_turn()
+        with torch.no_grad():
+            llama(more, past_key_values=one)
+    assert begun == [True, True, False]
+    assert one.get_seq_length() == 48 + 7
+    assert not any(module._forward_pre_hooks for module in llama.modules())
+
+
+def test_an_answer_leaves_no_cycle(llama: PreTrainedModel) -> None:
+    import weakref
+
+    cache = PolicyCache(SnapKV(retention_tokens=12))
+    answer(llama, random_tokens(1, 40, seed=2), cache)
+    gc.collect()
+    gc.disable()
+    try:
+        held = weakref.ref(cache)
+        del cache
+        assert held() is None
+    finally:
+        gc.enable()
