@@ -4,6 +4,7 @@ import copy
 import gc
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -37,6 +38,9 @@ POLICIES = {
     "streaming_llm": StreamingLLM(0.3),
     "snapkv": SnapKV(retention_tokens=12),
     "fastkv": FastKV(tsp_layer=1, tsp_rate=0.4, retention_tokens=12),
+    "adakv": AdaKV(retention_tokens=12),
+    "gem_filter": GemFilter(filter_layer=1, retention_tokens=12),
+    "gapless": attrs.evolve(StreamingLLM(0.3), gapless=True),
 }
 # Why the tokens of these policies run with hooks.
 WITH_HOOKS = {
@@ -46,8 +50,6 @@ WITH_HOOKS = {
             WindowMaxPoolScorer(), GQAGroupSelector(retention_tokens=12), every=4
         ),
     ),
-    "unequal heads": AdaKV(retention_tokens=12),
-    "other positions": GemFilter(filter_layer=1, retention_tokens=12),
 }
 # The families whose tokens need nothing of the library under any of the policies above.
 FREE = {
@@ -299,7 +301,7 @@ def test_room_never_takes_more_memory_than_full_context(
 def test_two_caches_attached_at_once(llama: PreTrainedModel, begun: list[bool]) -> None:
     prompt, policy = random_tokens(1, 40, seed=2), SnapKV(retention_tokens=12)
     expected, _ = answer(llama, prompt, PolicyCache(policy))
-    one, other = PolicyCache(policy), PolicyCache(AdaKV(retention_tokens=12))
+    one, other = PolicyCache(policy), PolicyCache(WITH_HOOKS["a bound"])
     with other.attached(llama), one.attached(llama):
         assert torch.equal(answer(llama, prompt, one)[0], expected)
         answer(llama, prompt, other)

@@ -40,7 +40,8 @@ class LayerAttention:
         narrowed: Its second run, for some of its tokens; None if it runs once.
         told: The columns that the cache has given its attention for keys and queries; None if its
             attention has not asked.
-        is_free: Whether no layer was given a mask, or asked for these columns.
+        told_or_masked: The layers that were given a mask, or have asked for these columns.
+        plain: The layers with padding whose attention is a plain softmax of what the cache gave.
     """
 
     def __init__(self, call: Call, made: Pass, at: PassState) -> None:
@@ -53,7 +54,8 @@ class LayerAttention:
         self.places = at.reach.positions
         self.narrowed: Narrowed | None = None
         self.told: Columns | None = None
-        self.is_free = True
+        self.told_or_masked: set[int] = set()
+        self.plain: set[int] = set()
         self._shared: dict[int, SharedKeys] = {}
         self._padding_of: tuple[Tensor, Tensor | None] | None = None
 
@@ -106,7 +108,7 @@ class LayerAttention:
             return self._for_indexer(index, layer, hidden, here)
         here = masks.arguments(index, hidden, here)
         if kwargs.get("attention_mask") is not None or here.get("attention_mask") is not None:
-            self.is_free = False
+            self.told_or_masked.add(index)
         if index in masks.lenders:
             own, mask = masks.own_block(kwargs), here.get("attention_mask")
             self._shared[index] = SharedKeys.of(layer, masks, self._reach, hidden, own, mask)
@@ -190,7 +192,7 @@ class LayerAttention:
         else:
             queries = reach.positions.amax(dim=0)
         self.told = Columns(count, queries)
-        self.is_free = False
+        self.told_or_masked.add(index)
         return self.told
 
     def attend(
@@ -223,11 +225,16 @@ class LayerAttention:
             return blocks.attend(attend, module, query, key, value, **kwargs), None
         if blocks is not None:  # the module adds a bias that it made for all keys
             mask = masks.mask(inside, query)
+        plain = False
+        if layer.contents.padded and reach.count == 1:
+            own = all(one is other for one, other in zip(given, (key, value), strict=False))
+            plain = own and is_plain(attend, kwargs)
+            if plain:
+                self.plain.add(inside)
         if self.packed:
             self.packed = False
             held = layer.held
-            own = all(one is other for one, other in zip(given, (key, value), strict=False))
-            if own and is_plain(attend, kwargs):
+            if plain:
                 assert isinstance(held, Packed)
                 return packed_attention(query, held, kwargs.get("scaling")), None
             masks.enter(layer)

@@ -274,7 +274,7 @@ class PassRun:
             self._updated.add(index)
             keys, values = self._taken_in(layer, keys, values)
         attention = self._attention
-        waits = self._waits or self.seen is not None or attention.packed
+        waits = self._waits or self.seen is not None or layer.contents.padded
         waits = waits or attention.told is not None
         if not layer.facts.shows_queries:
             seen = without_queries(layer.facts.query_heads, keys, values)

@@ -9,18 +9,26 @@ somebody asks, or at the end, from the number of slots that layers have written.
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.integrations.transformers.forward.attending import LayerAttention
+from kvpolicy.integrations.transformers.forward.growing_keys import (
+    Growing,
+    GrowingHeads,
+    GrowingKeys,
+)
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.forward.passes import Ignore, KeyUse
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.model.attachment import Attachment
+from kvpolicy.integrations.transformers.model.routing import replaced
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.storage import COPIED_BYTES, Plain
+from kvpolicy.integrations.transformers.state.storage import Plain
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
@@ -33,49 +41,6 @@ class Answered(Protocol):
 
     def take_tokens(self, tokens: SeenTokens) -> None:
         """Replace the record of the tokens seen, in the dispatcher and in all layers."""
-
-
-class GrowingKeys:
-    """The keys and values of one layer, to which its attention module appends tokens directly.
-
-    What was there before a token is not remembered, so that its memory, which the processor has at
-    hand, is used again.
-
-    Args:
-        held: What the layer holds.
-
-    Attributes:
-        start: Number of slots of which the layer's own record knows.
-    """
-
-    def __init__(self, held: Plain) -> None:
-        self._held = held
-        # All slots, as long as they are so few that all are copied with each token.
-        self._few: tuple[Tensor, Tensor] | None = None
-        if held.is_full and not held.grows_in_place:
-            self._few = held.read()
-        self.start = held.shape[2]
-
-    def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append tokens; return all keys and values."""
-        few = self._few
-        if few is None:
-            self._held = self._held.appended(keys, values)
-            return self._held.read()
-        self._few = few = torch.cat([few[0], keys], dim=2), torch.cat([few[1], values], dim=2)
-        if few[0].nbytes > COPIED_BYTES:
-            self._held, self._few = self.held, None
-        return few
-
-    @property
-    def held(self) -> Plain:
-        """What the layer holds with the tokens appended so far."""
-        return self._held if self._few is None else Plain.of(*self._few, self._held.device)
-
-    @property
-    def length(self) -> int:
-        """The number of slots."""
-        return self._held.length if self._few is None else self._few[0].shape[2]
 
 
 class UnhookedAnswer:
@@ -93,9 +58,10 @@ class UnhookedAnswer:
 
     def __init__(self, reader: Answered) -> None:
         self._reader = weakref.ref(reader)
-        self.layers: list[GrowingKeys] | None = None
+        self.layers: list[Growing] | None = None
         self.most: int | None = None
         self._may_begin = False
+        self._removed = ExitStack()  # what is removed from the model at the end
 
     @property
     def _cache(self) -> Answered:
@@ -121,16 +87,42 @@ class UnhookedAnswer:
         tokens, cache = self._cache.now.tokens, self._cache
         if not may or self.most is None or tokens is None or cache.attachment is None:
             return
-        self.layers = []
-        for layer in cache.layers:
-            held = layer.contents.held
-            assert isinstance(held, Plain)
-            # With this room the layer takes no more memory than it would without a policy.
-            room = min(self.most, tokens.seen - held.length)
-            held = held.with_room(room) if held.grows_in_place and room > 0 else held
-            self.layers.append(GrowingKeys(held))
+        modules, room = cache.attachment.parts.attentions, self.most
+        self.layers = [
+            self._growing(layer, module, room, tokens.seen)
+            for layer, module in zip(cache.layers, modules, strict=True)
+        ]
+        for layer, each, module in zip(cache.layers, self.layers, modules, strict=True):
             layer.behind = self.settle
+            if isinstance(each, GrowingHeads):
+                layer.contents = attrs.evolve(layer.contents, held=None)  # not held twice
+                self._removed.enter_context(replaced(module, each.attend))
         cache.attachment.detach()
+        if tokens.skipped is not None:
+            decoder = cache.attachment.parts.decoder
+            handle = decoder.register_forward_pre_hook(self._move_positions, with_kwargs=True)
+            self._removed.callback(handle.remove)
+
+    def _move_positions(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Hook of the decoder: let positions follow those of the tokens that were not left out."""
+        cache = self._cache
+        assert cache.attachment is not None
+        assert cache.now.tokens is not None
+        if kwargs is None or kwargs.get("past_key_values") is not cache.attachment.cache:
+            return None
+        return args, moved_positions(kwargs, cache.now.tokens)
+
+    @staticmethod
+    def _growing(layer: PolicyLayer, module: Any, most: int, seen: int) -> Growing:
+        """Take over what a layer holds, for ``most`` tokens behind ``seen`` columns."""
+        held = layer.contents.held
+        if layer.contents.padded:
+            return GrowingHeads(layer, module)
+        assert isinstance(held, Plain)
+        # With this room the layer takes no more memory than it would without a policy.
+        return GrowingKeys(held, min(most, seen - held.length))
 
     def seen_since(self, index: int) -> int:
         """Return the number of tokens that a layer has written since the last record of tokens."""
@@ -163,13 +155,12 @@ class UnhookedAnswer:
         ahead = [each.length - each.start for each in layers]
         count = min(ahead) - int(drops_last and max(ahead) == min(ahead))
         tokens = cache.now.tokens
-        if count <= 0 or tokens is None:
+        lent = any(layer.contents.held is None for layer in cache.layers)
+        if tokens is None or (count <= 0 and not lent):
             return
+        count = max(count, 0)
         for layer, each in zip(cache.layers, layers, strict=True):
-            length = each.start + count
-            held = each.held if each.length == length else each.held.first(length)
-            each.start = length
-            layer.contents = attrs.evolve(layer.contents, held=held)
+            each.give(layer, each.start + count)
         columns = torch.ones(tokens.batch, count, dtype=torch.bool, device=tokens.valid.device)
         positions = tokens.positions_of(columns)
         cache.take_tokens(
@@ -188,6 +179,7 @@ class UnhookedAnswer:
             return
         self.settle(drops_last=failed)
         self.layers = None
+        self._removed.close()
         for layer in self._cache.layers:
             layer.behind = None
         assert self._cache.attachment is not None
@@ -206,23 +198,39 @@ def needs_no_hooks(run: PassRun, given: dict[str, Any], most: int) -> bool:
     model, end = call.model, at.before.seen + most
     return (
         type(made.at_queries) is Ignore
-        and run.attention.is_free
         and not (call.own_masks or at.reach.padded)
         and call.attended is None
         and call.implementation == "sdpa"
-        and at.tokens.skipped is None
         and not any(model.temperatures)
         and all(window is None or window >= end for window in model.windows)
-        and all(map(_grows_alone, at.layers))
-        and _same_arguments(given, made.incoming.arguments)
+        and all(_grows_alone(index, layer, run.attention) for index, layer in enumerate(at.layers))
+        and _same_arguments(moved_positions(given, at.before), made.incoming.arguments)
     )
 
 
-def _grows_alone(layer: PolicyLayer) -> bool:
+def _grows_alone(index: int, layer: PolicyLayer, attention: LayerAttention) -> bool:
     """True if all that a layer needs for a token is to append it to what it holds."""
     contents = layer.contents
-    plain = type(layer) is PolicyLayer and layer.facts.shows_queries
-    return plain and isinstance(contents.held, Plain) and not contents.padded
+    if type(layer) is not PolicyLayer or not layer.facts.shows_queries or contents.held is None:
+        return False
+    if contents.padded:  # on other devices the calls for every head take longer than a mask
+        on_cpu = contents.chosen is not None and contents.chosen.device.type == "cpu"
+        return index in attention.plain and on_cpu and not layer.one_choice
+    return isinstance(contents.held, Plain) and index not in attention.told_or_masked
+
+
+def moved_positions(arguments: dict[str, Any], tokens: SeenTokens) -> dict[str, Any]:
+    """Return a decoder's arguments with positions that do not count tokens left out by a restart.
+
+    Args:
+        arguments: By name.
+        tokens: The tokens seen before.
+    """
+    given = arguments.get("position_ids")
+    if tokens.skipped is None or given is None:
+        return arguments
+    moved = (given - tokens.skipped[:, None]).clamp(min=0)
+    return {**arguments, "position_ids": moved}
 
 
 def _same_arguments(given: dict[str, Any], used: dict[str, Any]) -> bool:
