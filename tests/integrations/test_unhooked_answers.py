@@ -19,12 +19,18 @@ from kvpolicy.integrations.transformers import (
 )
 from kvpolicy.integrations.transformers.forward import unhooked_answer
 from kvpolicy.integrations.transformers.state import storage
+from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.policies import (
+    H2O,
+    AccumulatedAttentionScorer,
     AdaKV,
+    AdaptiveHeadSelector,
     FastKV,
     FullContext,
     GemFilter,
     GQAGroupSelector,
+    PyramidInfer,
+    SinkAndRecentSelector,
     SnapKV,
     StreamingLLM,
     WindowMaxPoolScorer,
@@ -42,12 +48,27 @@ POLICIES = {
     "gem_filter": GemFilter(filter_layer=1, retention_tokens=12),
     "gapless": attrs.evolve(StreamingLLM(0.3), gapless=True),
 }
-# Why the tokens of these policies run with hooks.
-WITH_HOOKS = {
-    "a bound": SnapKV(
+BOUNDED = {
+    "by queries": SnapKV(
         retention_tokens=12,
         decoding=DecodingEviction(
-            WindowMaxPoolScorer(), GQAGroupSelector(retention_tokens=12), every=4
+            WindowMaxPoolScorer(window_size=3), GQAGroupSelector(retention_tokens=12), every=8
+        ),
+    ),
+    "by sums": H2O(
+        retention_tokens=12,
+        decoding=DecodingEviction(
+            AccumulatedAttentionScorer(), GQAGroupSelector(retention_tokens=12), every=8
+        ),
+    ),
+    "by places": StreamingLLM(
+        retention_tokens=12,
+        decoding=DecodingEviction(None, SinkAndRecentSelector(retention_tokens=12), every=8),
+    ),
+    "by heads": AdaKV(
+        retention_tokens=12,
+        decoding=DecodingEviction(
+            WindowMaxPoolScorer(window_size=3), AdaptiveHeadSelector(retention_tokens=12), every=8
         ),
     ),
 }
@@ -157,12 +178,43 @@ def test_two_turns_are_those_with_hooks(
     assert not any(module._forward_pre_hooks for module in llama.modules())
 
 
-@pytest.mark.parametrize("reason", WITH_HOOKS)
-def test_what_needs_hooks_keeps_them(
-    llama: PreTrainedModel, reason: str, begun: list[bool]
+@pytest.mark.parametrize("name", BOUNDED)
+def test_bounded_answers_are_those_with_hooks(
+    llama: PreTrainedModel, name: str, begun: list[bool], copied_bytes: int
 ) -> None:
-    two_turns(llama, WITH_HOOKS[reason])
-    assert not any(begun)
+    caches = []
+    for hooked in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if hooked:
+                with_hooks(patch)
+            cache, prompt = PolicyCache(BOUNDED[name]), random_tokens(2, 40, seed=2)
+            tokens, logits = answer(llama, prompt, cache, 30)
+            prompt = torch.cat([tokens, random_tokens(2, 11, seed=3)], dim=1)
+            more, more_logits = answer(llama, prompt, cache, 14)
+        caches.append((cache, more, torch.cat([logits, more_logits])))
+    (cache, tokens, logits), (expected, same, same_logits) = caches
+    assert begun.count(True) >= 5  # after each choice, and where an answer begins
+    assert torch.equal(tokens, same)
+    torch.testing.assert_close(logits, same_logits, atol=1e-5, rtol=1e-5)
+    assert_alike(cache, expected)
+    for own, theirs in zip(cache.layers, expected.layers, strict=True):
+        assert_same_queries(own.observed, theirs.observed)
+
+
+def assert_same_queries(one: RecentQueries, other: RecentQueries) -> None:
+    assert (one.queries is None) == (other.queries is None)
+    assert (one.carried is None) == (other.carried is None)
+    if one.queries is not None:
+        assert one.end == other.end
+        torch.testing.assert_close(one.queries, other.queries, atol=1e-5, rtol=1e-5)
+    if one.carried is not None:
+        torch.testing.assert_close(one.carried, other.carried, atol=1e-5, rtol=1e-5)
+
+
+def test_evicting_often_keeps_hooks(llama: PreTrainedModel, begun: list[bool]) -> None:
+    rule = DecodingEviction(None, SinkAndRecentSelector(retention_tokens=12), every=4)
+    two_turns(llama, StreamingLLM(retention_tokens=12, decoding=rule))
+    assert begun == [False, False]
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
@@ -236,15 +288,16 @@ class Reader:
         """Do nothing."""
 
 
+@pytest.mark.parametrize("policy", [POLICIES["snapkv"], POLICIES["adakv"], BOUNDED["by queries"]])
 def test_a_cache_that_is_read_and_copied_between_tokens(
-    llama: PreTrainedModel, begun: list[bool], copied_bytes: int
+    llama: PreTrainedModel, policy: CachePolicy, begun: list[bool], copied_bytes: int
 ) -> None:
-    prompt, cache = random_tokens(1, 40, seed=2), PolicyCache(SnapKV(retention_tokens=12))
+    prompt, cache = random_tokens(1, 40, seed=2), PolicyCache(policy)
     reader = Reader(cache)
     tokens, _ = answer(llama, prompt, cache, streamer=reader)
-    assert begun == [True]
+    assert all(begun)
     assert reader.seen == [*range(40, 48), 48]
-    alone = PolicyCache(SnapKV(retention_tokens=12))
+    alone = PolicyCache(policy)
     expected, logits = answer(llama, prompt, alone)
     assert torch.equal(tokens, expected)
     assert_alike(cache, alone)
@@ -256,11 +309,16 @@ def test_a_cache_that_is_read_and_copied_between_tokens(
 
 
 @pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("policy", [POLICIES["snapkv"], POLICIES["adakv"], BOUNDED["by queries"]])
 def test_an_interrupted_token_is_forgotten(
-    llama: PreTrainedModel, layer: int, begun: list[bool], copied_bytes: int
+    llama: PreTrainedModel,
+    layer: int,
+    policy: CachePolicy,
+    begun: list[bool],
+    copied_bytes: int,
 ) -> None:
-    prompt, policy = random_tokens(1, 40, seed=2), SnapKV(retention_tokens=12)
-    tokens, logits = answer(llama, prompt, PolicyCache(policy))
+    prompt = random_tokens(1, 40, seed=2)
+    tokens, logits = answer(llama, prompt, PolicyCache(policy), 14)
     cache, calls = PolicyCache(policy), []
 
     def interrupts(*args: Any) -> None:
@@ -272,12 +330,15 @@ def test_an_interrupted_token_is_forgotten(
     with pytest.raises(KeyboardInterrupt):
         answer(llama, prompt, cache)
     handle.remove()
-    assert begun == [True, True]
+    assert begun[0]
+    assert begun[-1]
     assert cache.get_seq_length() == 44
-    assert all(each.kept_len == 12 + 4 for each in cache.layers)
+    if policy is POLICIES["snapkv"]:
+        assert all(each.kept_len == 12 + 4 for each in cache.layers)
     with cache.attached(llama), torch.no_grad():
-        again = llama(tokens[:, 44:45], past_key_values=cache).logits[:, -1]
-    torch.testing.assert_close(again, logits[5], atol=1e-5, rtol=1e-5)
+        for step in range(44, 53):  # a choice is among them if the answer is bounded
+            again = llama(tokens[:, step : step + 1], past_key_values=cache).logits[:, -1]
+            torch.testing.assert_close(again, logits[step - 39], atol=1e-5, rtol=1e-5)
 
 
 def test_room_never_takes_more_memory_than_full_context(
@@ -301,7 +362,7 @@ def test_room_never_takes_more_memory_than_full_context(
 def test_two_caches_attached_at_once(llama: PreTrainedModel, begun: list[bool]) -> None:
     prompt, policy = random_tokens(1, 40, seed=2), SnapKV(retention_tokens=12)
     expected, _ = answer(llama, prompt, PolicyCache(policy))
-    one, other = PolicyCache(policy), PolicyCache(WITH_HOOKS["a bound"])
+    one, other = PolicyCache(policy), PolicyCache(PyramidInfer())
     with other.attached(llama), one.attached(llama):
         assert torch.equal(answer(llama, prompt, one)[0], expected)
         answer(llama, prompt, other)
@@ -309,7 +370,7 @@ def test_two_caches_attached_at_once(llama: PreTrainedModel, begun: list[bool]) 
         one.start_turn()
         with torch.no_grad():
             llama(more, past_key_values=one)
-    assert begun == [True, True, False]
+    assert begun == [True, True, True]
     assert one.get_seq_length() == 48 + 7
     assert not any(module._forward_pre_hooks for module in llama.modules())
 

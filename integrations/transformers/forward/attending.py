@@ -41,7 +41,8 @@ class LayerAttention:
         told: The columns that the cache has given its attention for keys and queries; None if its
             attention has not asked.
         told_or_masked: The layers that were given a mask, or have asked for these columns.
-        plain: The layers with padding whose attention is a plain softmax of what the cache gave.
+        own_keys: The layers whose attention function was given the keys that the cache gave.
+        plain: Those of them that hold padding, and whose attention is a plain softmax.
     """
 
     def __init__(self, call: Call, made: Pass, at: PassState) -> None:
@@ -55,6 +56,7 @@ class LayerAttention:
         self.narrowed: Narrowed | None = None
         self.told: Columns | None = None
         self.told_or_masked: set[int] = set()
+        self.own_keys: set[int] = set()
         self.plain: set[int] = set()
         self._shared: dict[int, SharedKeys] = {}
         self._padding_of: tuple[Tensor, Tensor | None] | None = None
@@ -225,12 +227,12 @@ class LayerAttention:
             return blocks.attend(attend, module, query, key, value, **kwargs), None
         if blocks is not None:  # the module adds a bias that it made for all keys
             mask = masks.mask(inside, query)
-        plain = False
-        if layer.contents.padded and reach.count == 1:
-            own = all(one is other for one, other in zip(given, (key, value), strict=False))
-            plain = own and is_plain(attend, kwargs)
-            if plain:
-                self.plain.add(inside)
+        own = key is given[0] and value is given[1]
+        plain = own and layer.contents.padded and reach.count == 1 and is_plain(attend, kwargs)
+        if own:
+            self.own_keys.add(inside)
+        if plain:
+            self.plain.add(inside)
         if self.packed:
             self.packed = False
             held = layer.held

@@ -1,7 +1,11 @@
-"""Hold the keys and values of a layer to which a model without hooks appends tokens directly."""
+"""Hold the keys and values of a layer to which a model without hooks appends tokens directly.
+
+If an answer is bounded, the queries by which layers will evict are recorded, too.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, Protocol
 
 import attrs
@@ -10,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvpolicy.errors import UnsupportedGenerationError
-from kvpolicy.integrations.transformers.model.routing import own_function
+from kvpolicy.integrations.transformers.model.routing import Attend, own_function
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.storage import COPIED_BYTES, Plain
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
 class Growing(Protocol):
@@ -20,9 +25,11 @@ class Growing(Protocol):
 
     Attributes:
         start: Number of slots of which the layer's own record knows.
+        given: The keys that `write` returned last.
     """
 
     start: int
+    given: Tensor | None
 
     @property
     def length(self) -> int:
@@ -48,10 +55,11 @@ class GrowingKeys:
 
     def __init__(self, held: Plain, room: int = 0) -> None:
         # All slots, as long as they are so few that all are copied with each token.
-        few = held.is_full and not held.grows_in_place
+        few = held.is_at_hand and not held.grows_in_place
         self._few: tuple[Tensor, Tensor] | None = held.read() if few else None
         self._held = held.with_room(room) if held.grows_in_place and room > 0 else held
         self.start = held.length
+        self.given: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -63,10 +71,12 @@ class GrowingKeys:
         few = self._few
         if few is None:
             self._held = self._held.appended(keys, values)
-            return self._held.read()
-        self._few = few = torch.cat([few[0], keys], dim=2), torch.cat([few[1], values], dim=2)
-        if few[0].nbytes > COPIED_BYTES:
-            self._held, self._few = self._whole(), None
+            few = self._held.read()
+        else:
+            self._few = few = torch.cat([few[0], keys], dim=2), torch.cat([few[1], values], dim=2)
+            if few[0].nbytes > COPIED_BYTES:
+                self._held, self._few = self._whole(), None
+        self.given = few[0]
         return few
 
     def read(self) -> tuple[Tensor, Tensor]:
@@ -109,7 +119,7 @@ class GrowingHeads:
                 keys.flatten(0, 1), values.flatten(0, 1), self._padding, strict=True
             )
         ]
-        self._given: Tensor | None = None
+        self.given: Tensor | None = None
         self.start = keys.shape[2]
 
     @property
@@ -124,7 +134,7 @@ class GrowingHeads:
         new_values = values.reshape(*each, count, values.shape[3]).unbind()
         for head, key, value in zip(self._heads, new_keys, new_values, strict=True):
             head.write(key, value)
-        self._given = keys
+        self.given = keys
         return keys, values
 
     def attend(
@@ -141,7 +151,7 @@ class GrowingHeads:
         Raises:
             UnsupportedGenerationError: There are several tokens.
         """
-        if key is not self._given:
+        if key is not self.given:
             return self._own_function(module, query, key, value, mask, **kwargs)
         if query.shape[2] != 1:
             raise UnsupportedGenerationError(
@@ -170,3 +180,59 @@ class GrowingHeads:
         for into, own, pad in zip(whole.flatten(0, 1), heads, self._padding, strict=True):
             into[pad:] = own[0, 0, : length - pad]
         return whole
+
+
+class QueryLog:
+    """A record of the queries with which a layer's attention function was called.
+
+    `attend` is called in place of the function.
+
+    Args:
+        growing: The layer's keys; a call with other keys is not recorded.
+        attend: The function that computes attention.
+        asked: Number of last queries that the policy's decoding rule looks at; None for all.
+    """
+
+    def __init__(self, growing: Growing, attend: Attend, asked: int | None) -> None:
+        self._growing, self._attend, self._asked = growing, attend, asked
+        # One more than asked for, since the last token may be forgotten.
+        self._queries: deque[Tensor] = deque(maxlen=None if asked is None else asked + 1)
+        self._count = 0  # since `give`
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Record the queries, and compute attention."""
+        if key is self._growing.given:
+            # A copy, since attention modules may still write to the tensor that they passed.
+            self._queries.append(query.clone())
+            self._count += 1
+        return self._attend(module, query, key, value, mask, **kwargs)
+
+    def give(self, layer: PolicyLayer, count: int, tokens: SeenTokens) -> None:
+        """Let the cache's layer remember the queries of the next ``count`` tokens.
+
+        Args:
+            layer: The layer.
+            count: Number of tokens of which it has not yet been given the queries.
+            tokens: The tokens seen up to the last of these.
+        """
+        ahead = [self._queries.pop() for _ in range(self._count - count)]
+        observed = layer.contents.observed
+        if len(self._queries) < count:  # those before are not asked for any more
+            observed = attrs.evolve(observed, queries=None, columns=None)
+        if self._queries:
+            queries = torch.cat(tuple(self._queries), dim=2)
+            observed = observed.noted(queries, tokens, None, tokens.unbroken)
+        if self._asked is not None:
+            observed = observed.last(self._asked + 1, tokens, tokens.unbroken)
+        layer.contents = attrs.evolve(layer.contents, observed=observed)
+        self._count = len(ahead)
+        self._queries.clear()
+        self._queries.extend(reversed(ahead))

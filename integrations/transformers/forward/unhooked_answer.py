@@ -17,19 +17,25 @@ import torch
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.forward.attending import LayerAttention
+from kvpolicy.integrations.transformers.forward.decoding.bounded import Bound
 from kvpolicy.integrations.transformers.forward.growing_keys import (
     Growing,
     GrowingHeads,
     GrowingKeys,
+    QueryLog,
 )
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.forward.passes import Ignore, KeyUse
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.model.attachment import Attachment
-from kvpolicy.integrations.transformers.model.routing import replaced
+from kvpolicy.integrations.transformers.model.routing import Attend, own_function, replaced
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.storage import Plain
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.policy import CachePolicy
+
+# Between two choices of a bounded answer there must be so many tokens that hooks are removed.
+FEWEST_TOKENS = 8
 
 
 class Answered(Protocol):
@@ -38,6 +44,14 @@ class Answered(Protocol):
     layers: list[PolicyLayer]
     attachment: Attachment | None
     now: ReadState
+
+    @property
+    def placed(self) -> CachePolicy:
+        """The policy, with the layers it leaves open chosen for the attached model."""
+
+    @property
+    def seen(self) -> int:
+        """The number of columns seen, padding included."""
 
     def take_tokens(self, tokens: SeenTokens) -> None:
         """Replace the record of the tokens seen, in the dispatcher and in all layers."""
@@ -61,6 +75,8 @@ class UnhookedAnswer:
         self.layers: list[Growing] | None = None
         self.most: int | None = None
         self._may_begin = False
+        self._logs: list[QueryLog] = []  # one of each layer, if the answer is bounded by queries
+        self._end: int | None = None  # number of columns seen when hooks are needed again
         self._removed = ExitStack()  # what is removed from the model at the end
 
     @property
@@ -78,8 +94,9 @@ class UnhookedAnswer:
         """
         if self.most is not None and run.made.keys is KeyUse.APPEND and run.at.reach.count == 1:
             self._may_begin = needs_no_hooks(run, given, self.most)
-            if not self._may_begin:
-                self.most = None  # nor do the next ones
+            evicted = not run.tokens.appended.shape[1]  # layers may hold padding since
+            if not (self._may_begin or evicted):
+                self.most = None  # no later token does without
 
     def begin(self) -> None:
         """Remove the hooks, if `look` has found that the next tokens do not need them."""
@@ -87,30 +104,55 @@ class UnhookedAnswer:
         tokens, cache = self._cache.now.tokens, self._cache
         if not may or self.most is None or tokens is None or cache.attachment is None:
             return
-        modules, room = cache.attachment.parts.attentions, self.most
+        parts, decoding, room = cache.attachment.parts, cache.placed.decoding, self.most
+        self._end = None
+        if decoding is not None:  # layers evict when one more token has come, which takes hooks
+            self._end = tokens.seen + decoding.every - tokens.appended.shape[1] - 1
+            if self._end <= tokens.seen:
+                return
         self.layers = [
             self._growing(layer, module, room, tokens.seen)
-            for layer, module in zip(cache.layers, modules, strict=True)
+            for layer, module in zip(cache.layers, parts.attentions, strict=True)
         ]
-        for layer, each, module in zip(cache.layers, self.layers, modules, strict=True):
+        asked = 0 if decoding is None else decoding.num_queries
+        for layer, each, module in zip(cache.layers, self.layers, parts.attentions, strict=True):
             layer.behind = self.settle
+            attend: Attend | None = None
             if isinstance(each, GrowingHeads):
                 layer.contents = attrs.evolve(layer.contents, held=None)  # not held twice
-                self._removed.enter_context(replaced(module, each.attend))
+                attend = each.attend
+            if asked != 0:
+                self._logs.append(QueryLog(each, attend or own_function(module), asked))
+                attend = self._logs[-1].attend
+            if attend is not None:
+                self._removed.enter_context(replaced(module, attend))
         cache.attachment.detach()
-        if tokens.skipped is not None:
-            decoder = cache.attachment.parts.decoder
-            handle = decoder.register_forward_pre_hook(self._move_positions, with_kwargs=True)
+        hooks = [(parts.decoder, self._move_positions)] if tokens.skipped is not None else []
+        if decoding is not None:
+            hooks += [(model, self._before_model) for model in cache.attachment.outer]
+        for module, hook in hooks:
+            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
             self._removed.callback(handle.remove)
+
+    def _before_model(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Hook of the model, for a bounded answer: register all hooks if layers evict next."""
+        cache = self._cache
+        assert cache.attachment is not None
+        due = self._end is not None and cache.seen >= self._end
+        if due and _carried(cache.attachment.cache, kwargs):
+            self.end()
+            cache.attachment.before_model(module, args, kwargs)
 
     def _move_positions(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Hook of the decoder: let positions follow those of the tokens that were not left out."""
+        """Hook of the decoder: do not count tokens in positions that a restart has left out."""
         cache = self._cache
         assert cache.attachment is not None
         assert cache.now.tokens is not None
-        if kwargs is None or kwargs.get("past_key_values") is not cache.attachment.cache:
+        if kwargs is None or not _carried(cache.attachment.cache, kwargs):
             return None
         return args, moved_positions(kwargs, cache.now.tokens)
 
@@ -163,9 +205,10 @@ class UnhookedAnswer:
             each.give(layer, each.start + count)
         columns = torch.ones(tokens.batch, count, dtype=torch.bool, device=tokens.valid.device)
         positions = tokens.positions_of(columns)
-        cache.take_tokens(
-            tokens.extended(positions, columns, padded=False, acts=False, skipped=None)
-        )
+        tokens = tokens.extended(positions, columns, padded=False, acts=False, skipped=None)
+        cache.take_tokens(tokens)
+        for layer, log in zip(cache.layers, self._logs, strict=False):
+            log.give(layer, count, tokens)
 
     def end(self, *, failed: bool = False) -> None:
         """Register the hooks again; a token that not every layer has written is forgotten.
@@ -178,12 +221,16 @@ class UnhookedAnswer:
         if self.layers is None:
             return
         self.settle(drops_last=failed)
-        self.layers = None
+        self.layers, self._logs = None, []
         self._removed.close()
         for layer in self._cache.layers:
             layer.behind = None
         assert self._cache.attachment is not None
         self._cache.attachment.attach()
+
+
+def _carried(cache: Any, kwargs: dict[str, Any] | None) -> bool:
+    return kwargs is not None and any(each is cache for each in kwargs.values())
 
 
 def needs_no_hooks(run: PassRun, given: dict[str, Any], most: int) -> bool:
@@ -197,7 +244,7 @@ def needs_no_hooks(run: PassRun, given: dict[str, Any], most: int) -> bool:
     call, at, made = run.call, run.at, run.made
     model, end = call.model, at.before.seen + most
     return (
-        type(made.at_queries) is Ignore
+        _waits_for_queries(run)
         and not (call.own_masks or at.reach.padded)
         and call.attended is None
         and call.implementation == "sdpa"
@@ -206,6 +253,18 @@ def needs_no_hooks(run: PassRun, given: dict[str, Any], most: int) -> bool:
         and all(_grows_alone(index, layer, run.attention) for index, layer in enumerate(at.layers))
         and _same_arguments(moved_positions(given, at.before), made.incoming.arguments)
     )
+
+
+def _waits_for_queries(run: PassRun) -> bool:
+    """True if nothing is done with a token's queries but to remember them."""
+    decoding = run.call.model.policy.decoding
+    if type(run.made.at_queries) is Ignore:
+        return True
+    alike = type(run.made.at_queries) is Bound and run.tokens.rows_since is None
+    if not alike or decoding is None or decoding.every < FEWEST_TOKENS:
+        return False
+    seen = run.attention.own_keys
+    return decoding.num_queries == 0 or all(index in seen for index in range(len(run.at.layers)))
 
 
 def _grows_alone(index: int, layer: PolicyLayer, attention: LayerAttention) -> bool:

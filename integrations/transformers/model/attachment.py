@@ -165,13 +165,16 @@ class Attachment(_Hooks):
         cache: The cache.
         listener: The object that the hooks call when a call carries the cache.
         parts: The model's modules.
+
+    Attributes:
+        outer: The modules around the decoder whose calls are watched.
     """
 
     def __init__(self, cache: Cache, listener: ModelCallbacks, parts: ModelParts) -> None:
         self.cache = cache
         self.listener = listener
         self.parts = parts
-        self._outer: list[nn.Module] = [parts.model]  # modules whose calls are watched
+        self.outer: list[nn.Module] = [parts.model]
         self._handles: list[RemovableHandle] = []
         self._routed: list[nn.Module] = []
         self._observed: list[nn.Module] = []
@@ -185,7 +188,7 @@ class Attachment(_Hooks):
                 self._routed.append(attention)
             decoder = self.parts.decoder
             self._handles = [
-                *(handle for model in self._outer for handle in self._on_model(model)),
+                *(handle for model in self.outer for handle in self._on_model(model)),
                 *(
                     module.register_forward_pre_hook(self.before_between, with_kwargs=True)
                     for module in self.parts.between
@@ -250,16 +253,16 @@ class Attachment(_Hooks):
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Hook another model around the same decoder too, for the length of a `with` block."""
-        if model in self._outer:
+        if model in self.outer:
             yield
             return
-        self._outer.append(model)
+        self.outer.append(model)
         handles = self._on_model(model) if not self.listener.is_unhooked else []
         self._handles += handles
         try:
             yield
         finally:
-            self._outer.remove(model)
+            self.outer.remove(model)
             for handle in handles:
                 handle.remove()
             if not self.listener.is_unhooked and not set(handles) & set(self._handles):

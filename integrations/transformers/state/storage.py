@@ -268,7 +268,7 @@ class Plain(StoredKV):
         """See `StoredKV.appended`."""
         home, after = self.keys.device, self.length + keys.shape[2]
         keys, values = keys.to(home), values.to(home)
-        if self.is_full and not self.grows_in_place:
+        if self.length == self.keys.shape[2] and self.is_at_hand and not self.grows_in_place:
             joined = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
             return Plain(*joined, self.device, after, _Used(after))
         if not self._may_write(keys, values):
@@ -287,9 +287,9 @@ class Plain(StoredKV):
         return self.keys.nbytes > COPIED_BYTES
 
     @property
-    def is_full(self) -> bool:
-        """True if the buffers have no slot behind the slots held, and are where attention is."""
-        return self.length == self.keys.shape[2] and self.keys.device == self.device
+    def is_at_hand(self) -> bool:
+        """True if the buffers are on the device where attention needs them."""
+        return self.keys.device == self.device
 
     def _may_write(self, keys: Tensor, values: Tensor) -> bool:
         """True if autograd lets the buffers be written in place: nothing requires a gradient."""
