@@ -271,7 +271,7 @@ class PassRun:
             return keys, values
         if self.seen is None:
             self._updated.add(index)
-            keys, values = self._taken_in(layer, keys, values)
+            keys, values = self._taken_in(index, keys, values)
         attention = self._attention
         waits = self._waits or self.seen is not None or attention.packed
         waits = waits or attention.told is not None
@@ -284,11 +284,12 @@ class PassRun:
             routing.waiting.set((self, index, module))
         return keys, values
 
-    def _taken_in(self, layer: PolicyLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _taken_in(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return all keys and values of a layer; append the new ones, if the pass appends."""
+        layer = self.layers[index]
         if self._attention.packed:
             return Unpacked.pair(layer.append_packed(keys, values))
-        if self._appends:
+        if self._appends and not self._queries.holds_anew(index):
             keys, values = layer.append(keys, values, self.at.before, self.made.missing)
         else:
             keys, values = layer.join(keys, values)

@@ -136,6 +136,10 @@ class AtQueries:
         """True if layers must be observed even though they append their keys."""
         return False
 
+    def holds_anew(self, index: int) -> bool:
+        """True if a layer is to hold other slots once observed, so that it need not append."""
+        return False
+
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:

@@ -151,6 +151,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         room: int | None = None,
         counts: tuple[int, ...] | None = None,
         whole: bool | None = None,
+        storage: Storage | None = None,
     ) -> None:
         """Keep some of the slots that the layer sees, and forget all decoded queries.
 
@@ -167,14 +168,15 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             counts: For each row, the number of tokens kept in each head; None if heads differ or
                 the number is unknown, so that it must be read from the tensors.
             whole: Whether ``kept`` is all slots; None if unknown.
+            storage: How they are held; None for the layer's own storage.
         """
         observed = RecentQueries(carried=None if carried is None else gather_slots(carried, kept))
+        how: dict[str, Any] = {"counts": counts, "observed": observed, "storage": storage}
         room = self.room if room is None else room
         if self._is_whole(keys, positions, kept, whole):
-            self._hold(keys, values, positions, room, counts=counts, observed=observed)
+            self._hold(keys, values, positions, room, **how)
         else:
-            chosen = gather_positions(positions, kept)
-            self._hold(keys, values, chosen, room, kept, counts=counts, observed=observed)
+            self._hold(keys, values, gather_positions(positions, kept), room, kept, **how)
 
     @staticmethod
     def _is_whole(keys: Tensor, positions: Tensor, kept: Tensor, whole: bool | None) -> bool:
@@ -204,12 +206,14 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         *,
         counts: tuple[int, ...] | None = None,
         observed: RecentQueries | None = None,
+        storage: Storage | None = None,
     ) -> None:
         """Hold the slots ``kept`` of these keys and values, or all slots if ``kept`` is None.
 
         Without ``kept``, the first slots are those of the positions ``chosen``, and the rest are
         appended tokens.
         """
+        storage = self.storage if storage is None else storage
         heads, width = chosen.shape[1:]
         if counts is None:  # one transfer from the device for all counts
             of_heads = (chosen >= 0).sum(dim=2).tolist()
@@ -226,13 +230,13 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
                 kept = torch.where(chosen >= 0, slots, -1)
             shares = keys.shape[1] // heads  # more than 1 if all heads keep the same tokens
             each = [count for row in of_heads for count in row for _ in range(shares)]
-            held: StoredKV = Packed.of(self.storage, keys, values, kept, appended, counts=each)
+            held: StoredKV = Packed.of(storage, keys, values, kept, appended, counts=each)
         elif kept is None and self._joined is not None and self._joined[0] is keys:
             held = self._joined[1]
         elif kept is None:
-            held = self.storage.hold(keys, values)
+            held = storage.hold(keys, values)
         else:
-            held = self.storage.hold(gather_slots(keys, kept), gather_slots(values, kept))
+            held = storage.hold(gather_slots(keys, kept), gather_slots(values, kept))
         held = held.with_room(room) if room else held
         observed = self.contents.observed if observed is None else observed
         self.contents = LayerContents(held, chosen, padded, ragged, counts, observed)
@@ -253,6 +257,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
         """Move keys and values to a device, on which ``tokens`` already are."""
+        own = self.tokens
+        if own is not None and own.appended.shape != tokens.appended.shape:
+            tokens = own.to(device)  # of a prompt in chunks; see `chunk_windows`
         self.follow(tokens)
         held, chosen = self.held, self.contents.chosen
         if held is not None and chosen is not None:
