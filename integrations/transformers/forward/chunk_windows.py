@@ -1,9 +1,9 @@
 """Let layers with a sliding window hold, between a prompt's chunks, only what the window sees.
 
 No later token of the prompt sees the others, and at its end the layer forgets them anyway; see
-`WindowSurvivors`. Rows that are no longer than the window keep all of their tokens, since the
-policy may choose among these at the prompt's end. Other layers hold the whole prompt until then:
-its last token attends to all of it.
+`WindowSurvivors`. A row that is no longer than the window at the prompt's end, so that the policy
+chooses in it, has lost nothing before. Other layers hold the whole prompt until then: its last
+token attends to all of it.
 """
 
 from __future__ import annotations
@@ -62,10 +62,9 @@ class ChunkWindows:
         positions = at.masks.positions(layer, heads, keys.device)
         counts = self._counts(window)
         if counts is None:
-            # Of rows without a token in this chunk nothing is forgotten.
+            # 0 in rows without a token in this chunk, of which nothing is forgotten.
             ends = at.reach.positions.to(keys.device).amax(dim=1)[:, None, None] + 1
-            seen = (ends <= window) | (positions >= first_seen(ends, window))
-            near = seen & (positions >= 0)
+            near = (positions >= 0) & (positions >= first_seen(ends, window))
             kept = compress(near, int(near.sum(dim=-1).max()))
         else:
             slots = torch.arange(keys.shape[2] - counts[0], keys.shape[2], device=keys.device)
@@ -88,7 +87,7 @@ class ChunkWindows:
         at, end = self._at, self._at.tokens.seen
         if at.reach.padded or at.before.acted_ids.shape[1] or not at.counts_held:
             return None
-        count = end if end <= window else end - first_seen(end, window)
+        count = end - max(first_seen(end, window), 0)
         return (count,) * at.before.batch
 
     def finish(self) -> None:

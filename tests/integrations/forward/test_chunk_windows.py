@@ -47,13 +47,13 @@ ROWS = Lengths(first=(67, 14, 5), second=(23, 38, 6), num_decode=2)
 PROMPT = torch.tensor([random_tokens(0, 200)])
 FAST = FastKV(tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3)
 POLICIES: dict[str, CachePolicy] = {
-    "snapkv": SnapKV(0.3, window_size=4, kernel_size=3),
+    "snapkv": SnapKV(0.6, window_size=2, kernel_size=3),
     "streaming_llm": StreamingLLM(retention_tokens=9, num_sinks=2),
-    "ada_kv": AdaKV(0.3, window_size=4, kernel_size=3),
-    "sums": H2O(0.3),
-    "sums_that_answers_go_on_with": H2O(retention_tokens=9, decoding=4),
+    "ada_kv": AdaKV(0.6, window_size=2, kernel_size=3),
+    "sums": H2O(0.6, window_size=1),
+    "sums_that_answers_go_on_with": H2O(retention_tokens=9, window_size=1, decoding=9),
     "all_queries": CachePolicy(
-        PeakAttentionScorer(), GQAGroupSelector(0.3, window_size=2), PassAllPropagation()
+        PeakAttentionScorer(), GQAGroupSelector(0.6, window_size=1), PassAllPropagation()
     ),
 }
 
@@ -74,14 +74,17 @@ def assert_alike(found: list[Turn], want: list[Turn]) -> None:
         assert difference <= TOLERANCE * max(float(other.logits.abs().max()), 1)
 
 
+@pytest.mark.parametrize("rows", [(0, 1, 2), (1,)], ids=["padded", "single"])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("family", ["mistral_sliding", "gemma3", "gpt_oss", "llama4_text_mixed"])
-def test_padded_rows_around_the_window_over_two_turns(family: str, name: str) -> None:
+def test_rows_around_the_window_over_two_turns(
+    family: str, name: str, rows: tuple[int, ...]
+) -> None:
     model, policy = model_of(family), POLICIES[name]
-    _, want = run_conversation(model, policy, (0, 1, 2), ROWS)
+    _, want = run_conversation(model, policy, rows, ROWS)
     for chunk in (7, 21):
-        how = {"prefill_chunk_size": chunk}
-        assert_alike(run_conversation(model, policy, (0, 1, 2), ROWS, **how)[1], want)
+        found = run_conversation(model, policy, rows, ROWS, prefill_chunk_size=chunk)[1]
+        assert_alike(found, want)
 
 
 @pytest.mark.parametrize("rows", [(0,), (0, 1, 2)], ids=["single", "padded"])
@@ -153,6 +156,17 @@ def test_what_is_held_between_chunks(family: str, name: str) -> None:
                 assert places == list(range(start + 41 - WINDOW if bounded else 0, start + 40))
         read(model, store, range(160, 200, 40))
     assert store.reader.chunks is None
+
+
+def test_of_chunked_attention_the_last_piece_is_held() -> None:
+    model, store = model_of("llama4_text_mixed"), PolicyCache(POLICIES["snapkv"])
+    with store.attached(model):
+        store.start_turn(prompt_len=200)
+        for start in range(0, 160, 40):
+            read(model, store, range(start, start + 40, 40))
+            end = start + 40
+            for index, first in enumerate((end - end % WINDOW, 0) * 2):
+                assert store.layers[index].positions[0, 0].tolist() == list(range(first, end))
 
 
 def test_memory_does_not_grow_with_the_prompt() -> None:
