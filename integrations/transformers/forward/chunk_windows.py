@@ -1,4 +1,4 @@
-"""Let layers with a sliding window hold, between a prompt's chunks, only what the window sees.
+"""Let layers with a window hold, between the chunks of a long prompt, only what the window sees.
 
 No later token of the prompt sees the others, and at its end the layer forgets them anyway; see
 `WindowSurvivors`. A row that is no longer than the window at the prompt's end, so that the policy
@@ -18,6 +18,10 @@ from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.selection import compress
 
+# A prompt's length, in windows, up to which a layer holds all of it: while a chunk is read, it
+# holds two windows, since the earlier one is needed to undo the chunk if it fails.
+MIN_WINDOWS = 2
+
 
 class ChunkWindows:
     """The layers of a pass over a chunk that hold only what their windows see behind the chunk.
@@ -31,7 +35,9 @@ class ChunkWindows:
         self._windows = {
             index: window
             for index, window in enumerate(at.call.model.windows)
-            if window is not None and not isinstance(at.layers[index], IndexedLayer)
+            if window is not None
+            and at.prompt_end > MIN_WINDOWS * window
+            and not isinstance(at.layers[index], IndexedLayer)
         }
         self._narrowed: set[int] = set()
 

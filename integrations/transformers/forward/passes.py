@@ -50,6 +50,7 @@ class PassState:
         reach: The tokens that reach the current layer.
         masks: What these tokens see there.
         started: ``[batch]`` bool, rows in which layers have read tokens before.
+        prompt_end: Number of columns seen at the end of the prompt, if the pass belongs to one.
     """
 
     def __init__(self, call: Call, layers: list[PolicyLayer], made: Pass) -> None:
@@ -74,6 +75,7 @@ class PassState:
             tokens = later
             self.reach.padded = self.reach.padded or bool((later.appended < 0).any())
         self.tokens = tokens
+        self.prompt_end = tokens.seen if later is not None else self.before.seen + made.missing
         self.first = incoming.tokens.seen == 0 and later is None
         self.started = incoming.tokens.lengths > 0
         if stage is not None and stage.started is not None:
