@@ -5,6 +5,8 @@ chunk leaves the sums instead: its queries have then seen the same keys as in on
 
 With the first chunk, layers reserve memory for the whole prompt (`Pass.missing`). Later chunks are
 written behind the slots that a recorded state holds, so that undoing a chunk needs no second copy.
+Layers with windows hold only what the next token sees (`chunk_windows`). No other layer may forget
+a token before the prompt's end, whatever the policy: all later tokens of the prompt attend to it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """What layers hold of a prompt between its chunks, and that it changes no result."""
 
 import copy
+import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import kvpolicy
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache
 from kvpolicy.policies import (
@@ -158,6 +161,32 @@ def test_what_is_held_between_chunks(family: str, name: str) -> None:
     assert store.reader.chunks is None
 
 
+@pytest.mark.parametrize("length", [2 * WINDOW, 2 * WINDOW + 1])
+def test_a_prompt_of_two_windows_is_held_whole(length: int) -> None:
+    """While a chunk is read, two windows would be held in its place."""
+    model, store = model_of("mistral_sliding"), PolicyCache(POLICIES["snapkv"])
+    with store.attached(model):
+        store.start_turn(prompt_len=length)
+        for end in range(5, 31, 5):
+            read(model, store, range(end - 5, end, 5))
+            whole = length == 2 * WINDOW
+            held = end if whole else min(end, WINDOW - 1)
+            assert {layer.kept_len for layer in store.layers} == {held}
+            assert {layer.capacity for layer in store.layers} == {length if whole else held}
+
+
+def test_what_is_held_in_a_later_turn() -> None:
+    """Behind a row that is shorter than the window, so that the policy has chosen in it."""
+    model, store = model_of("mistral_sliding"), PolicyCache(POLICIES["streaming_llm"])
+    with store.attached(model):
+        read(model, store, range(0, 14, 14))
+        assert store.layers[0].positions[0, 0].tolist() == [0, 1, *range(7, 14)]
+        store.start_turn(prompt_len=40)
+        for start, first in ((14, 7), (18, 7), (22, 11)):
+            read(model, store, range(start, start + 4, 4))
+            assert store.layers[0].positions[0, 0].tolist() == list(range(first, start + 4))
+
+
 def test_of_chunked_attention_the_last_piece_is_held() -> None:
     model, store = model_of("llama4_text_mixed"), PolicyCache(POLICIES["snapkv"])
     with store.attached(model):
@@ -268,3 +297,11 @@ def test_choosing_before_the_end_would_change_results(name: str) -> None:
     else:
         assert alike[0]
         assert not any(alike[1:])
+
+
+def test_the_page_names_every_method() -> None:
+    page = (Path(__file__).parents[3] / "docs/use.md").read_text()
+    section = page.split("### Between the chunks of a prompt")[1].split("\n## ")[0]
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    methods = [type(kvpolicy.build(name)).__name__ for name in kvpolicy.registered("policy")]
+    assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(methods)
