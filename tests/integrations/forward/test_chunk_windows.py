@@ -2,6 +2,7 @@
 
 import copy
 import re
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -305,3 +306,16 @@ def test_the_page_names_every_method() -> None:
     rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
     methods = [type(kvpolicy.build(name)).__name__ for name in kvpolicy.registered("policy")]
     assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(methods)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "fastkv"])
+def test_what_a_turn_before_kept_is_held_once(name: str) -> None:
+    """A layer has moved it into the memory that it has for the whole prompt."""
+    model, store = model_of("llama"), PolicyCache({**POLICIES, "fastkv": FAST}[name])
+    with store.attached(model):
+        read(model, store, range(0, 40, 40))
+        store.start_turn(prompt_len=40)
+        kept = [weakref.ref(layer.contents.held.keys) for layer in store.layers[:2]]
+        with torch.no_grad():
+            model(PROMPT[:, 40:60], past_key_values=store)
+        assert [each() for each in kept] == [None, None]
