@@ -28,6 +28,9 @@ class ChunkWindows:
 
     Args:
         at: The pass.
+
+    Attributes:
+        layers: Their indices.
     """
 
     def __init__(self, at: PassState) -> None:
@@ -39,17 +42,15 @@ class ChunkWindows:
             and at.prompt_end > MIN_WINDOWS * window
             and not isinstance(at.layers[index], IndexedLayer)
         }
+        self.layers = frozenset(self._windows)
         self._narrowed: set[int] = set()
-
-    def __contains__(self, index: int) -> bool:
-        return index in self._windows
 
     def never_choose(self, index: int) -> bool:
         """True if the policy cannot choose in a layer at the prompt's end.
 
         Every row is longer than the layer's window already.
         """
-        return index in self._windows and min(self._at.seen_len) > self._windows[index]
+        return index in self.layers and min(self._at.seen_len) > self._windows[index]
 
     def narrow(self, index: int, stored: tuple[Tensor, Tensor], *, one_choice: bool) -> Tensor:
         """Let a layer hold only what its window sees behind the chunk.

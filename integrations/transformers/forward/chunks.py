@@ -226,14 +226,11 @@ class Remember(InPrompt):
         self._sums = sums_over_all(at.policy)
         self._first_needed = self._before.first_needed(at.reach.valid)
         self._windows = ChunkWindows(at)
+        self.holding_anew = self._windows.layers
 
     def waits(self) -> bool:
         """See `AtQueries.waits`."""
         return True
-
-    def holds_anew(self, index: int) -> bool:
-        """See `AtQueries.holds_anew`."""
-        return index in self._windows
 
     def chunks(self, at: PassState) -> Chunks:
         """End the pass's chunk; return the chunks of the prompt so far, this one included."""
@@ -252,7 +249,7 @@ class Remember(InPrompt):
             layer.facts.query_heads = inputs.queries.shape[1]
             if not self._windows.never_choose(index):
                 self._remember(at, index, inputs, stored)
-        if index in self._windows:
+        if index in self.holding_anew:
             one_choice = expands or layer.one_choice
             kept = self._windows.narrow(index, stored, one_choice=one_choice)
             if index in self._carried:

@@ -289,7 +289,7 @@ class PassRun:
         layer = self.layers[index]
         if self._attention.packed:
             return Unpacked.pair(layer.append_packed(keys, values))
-        if self._appends and not self._queries.holds_anew(index):
+        if self._appends and index not in self._queries.holding_anew:
             keys, values = layer.append(keys, values, self.at.before, self.made.missing)
         else:
             keys, values = layer.join(keys, values)

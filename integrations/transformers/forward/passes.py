@@ -124,8 +124,10 @@ class AtQueries:
         padding_first: Whether keys are to be shown with each row's padding before its tokens.
         passed: ``[batch, passed_len]`` int64, the slots of the tokens that the layer seen last
             passes on; None for all.
+        holding_anew: The layers that hold other slots once observed, and so need not append.
     """
 
+    holding_anew: frozenset[int] = frozenset()
     asks = False
     bounded = False
     padding_first = False
@@ -136,10 +138,6 @@ class AtQueries:
 
     def waits(self) -> bool:
         """True if layers must be observed even though they append their keys."""
-        return False
-
-    def holds_anew(self, index: int) -> bool:
-        """True if a layer is to hold other slots once observed, so that it need not append."""
         return False
 
     def observe(
