@@ -257,9 +257,6 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
         """Move keys and values to a device, on which ``tokens`` already are."""
-        own = self.tokens
-        if own is not None and own.appended.shape != tokens.appended.shape:
-            tokens = own.to(device)  # of a prompt in chunks; see `chunk_windows`
         self.follow(tokens)
         held, chosen = self.held, self.contents.chosen
         if held is not None and chosen is not None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import kvpolicy
 from kvpolicy import CachePolicy
-from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache
+from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, QuantizedStorage
 from kvpolicy.policies import (
     CLAA,
     H2O,
@@ -241,13 +241,20 @@ def test_a_chunk_that_fails_or_is_copied() -> None:
         assert all(map(torch.equal, *([x.positions for x in y.layers] for y in (again, want))))
 
 
-def test_offloaded_layers_hold_what_others_hold() -> None:
-    model = model_of("gemma3")
-    _, want = run_conversation(model, POLICIES["snapkv"], (0,), ROWS)
+@pytest.mark.parametrize("kind", ["offloaded", "quantized"])
+def test_other_storages(kind: str) -> None:
+    """What is quantised is what is kept: the prompt's own tokens attend to exact keys."""
+    if kind == "quantized":
+        pytest.importorskip("optimum.quanto")
+        model, storage = model_of("mistral_sliding"), QuantizedStorage("quanto", q_group_size=10)
+    else:
+        model, storage = model_of("gemma3"), OffloadedStorage()
     ids, _ = left_padded([random_tokens(0, ROWS.first[0])])
-    store = PolicyCache(POLICIES["snapkv"], storage=OffloadedStorage())
-    found = run_turn(model, store, ids, None, ROWS.num_decode, prefill_chunk_size=7)
-    assert_alike([found], want[:1])
+    turns = []
+    for chunk in (None, 7):
+        store = PolicyCache(POLICIES["snapkv"], storage=storage)
+        turns.append(run_turn(model, store, ids, None, 2, prefill_chunk_size=chunk))
+    assert_alike(turns[1:], turns[:1])
 
 
 @pytest.mark.parametrize("name", ["streaming_llm", "sums"])
