@@ -267,7 +267,7 @@ def memory_notes(found: MemoryFound) -> list[str]:
         "fit: sessions beside the weights, if one works at a time and the others hold",
         "what they hold: weights + (n - 1) x held + peak <= memory. What a driver takes",
         "for itself and what an allocator cannot use is not counted.",
-        "In chunks all layers that the whole prompt reaches hold it until its end,",
+        "In chunks all layers that see the whole prompt hold it until its end,",
         "whatever the policy keeps: activations shrink, keys do not.",
     ]
     staged = dict.fromkeys(

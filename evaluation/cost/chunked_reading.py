@@ -7,6 +7,7 @@ import attrs
 from kvpolicy.evaluation.cost.activations import Activations, LayerActivations
 from kvpolicy.evaluation.cost.chunk_attention import ChunkAttention
 from kvpolicy.evaluation.cost.reading import Reading
+from kvpolicy.integrations.transformers.forward.chunk_windows import MIN_WINDOWS
 from kvpolicy.integrations.transformers.forward.chunks import sums_over_all
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE
 from kvpolicy.integrations.transformers.forward.stage import PrefillStage, stages_of
@@ -41,7 +42,8 @@ class ChunkedReading(Reading):
     """The memory it takes to read a prompt chunk by chunk under a policy.
 
     The layers of the first stage have memory for the whole prompt from the first chunk on, and
-    hold all of it until the forward that ends it is over, so that a failure can be undone.
+    hold all of it until the forward that ends it is over, so that a failure can be undone. Of a
+    long prompt, layers with a window hold what the window sees.
 
     Args:
         chunk: Tokens of a forward, fewer than the prompt has.
@@ -70,7 +72,11 @@ class ChunkedReading(Reading):
 
     def when_read(self) -> int:
         """Return the bytes in use once the prompt is read, buffers for chunks included."""
-        return (self.context_len + self.room) * sum(self.token_bytes)
+        whole = self.context_len + self.room
+        return sum(
+            self.stored(index) if self._rolls(index) else whole * size
+            for index, size in enumerate(self.token_bytes)
+        )
 
     @property
     def _restarts(self) -> bool:
@@ -112,7 +118,9 @@ class ChunkedReading(Reading):
         """
         held_layers = range(stage.first + resumes, stage.last + 1)
         slots = (pieces.total + self.room) * (pieces.before_last > 0)
-        buffers = slots * sum(self.token_bytes[i] for i in held_layers)
+        buffers = slots * sum(self.token_bytes[i] for i in held_layers if not self._rolls(i))
+        buffers += sum(self._window_bytes(i) for i in held_layers) * (pieces.before_last > 0)
+        asked = [i for i in held_layers if not self._rolls(i)]
         width = self.shape.hidden_size * self.model.dtype.itemsize
         is_last = stage.last == self.shape.num_layers - 1 and not (self._restarts and not number)
         # Hidden states that go into the stage stay until it has been read; those that leave it.
@@ -128,12 +136,12 @@ class ChunkedReading(Reading):
             # In the first of its forwards layer after layer gets its memory.
             had = buffers * (held > 0)
             moments = _Moments(had + given + left * held + (number > 0) * new * width)
-            moments.beside += self._sums_held(held_layers, held)
+            moments.beside += self._sums_held(asked, held)
             remembered = self._queries_held(held)
-            moments.beside += remembered * len(held_layers)
+            moments.beside += remembered * len(asked)
             for index in range(stage.first, stage.last + 1):
                 here = forward.layers[index]
-                if not held and index in held_layers:
+                if not held and index in asked:
                     moments.beside += slots * self.token_bytes[index]
                 if resumes and index == stage.first:
                     moments.see(self._resumed(index, new, (held + new) / pieces.total), whole=True)
@@ -141,11 +149,15 @@ class ChunkedReading(Reading):
                 moments.see(
                     here,
                     whole=not (looks and index == stage.last),
-                    deciding=self._summing(index, held + new, new),
+                    deciding=self._summing(index, held + new, new) * (index in asked),
+                    joined=self._joined(index, held, new),
                 )
+                if self._rolls(index):  # the earlier window stays until the chunk is read
+                    moments.beside += self._window_bytes(index)
+                    continue
                 moments.beside += self._sums_held([index], held + new)
                 moments.beside += self._query_len(new) * self._query_bytes(index)
-            joined = remembered * len(held_layers) * (not self._cuts(new))
+            joined = remembered * len(asked) * (not self._cuts(new))
             peak = max(moments.most, moments.beside + joined)
         most, stored = self._end(stage, pieces, resumes=resumes, looks=looks, keeps=keeps)
         own = (number > 0) * pieces.last * width
@@ -159,7 +171,7 @@ class ChunkedReading(Reading):
         """Return the peak bytes while a run of layers reads the last chunk, and those it stores."""
         held = pieces.total - pieces.last
         forward = self._forward(pieces.last, held)
-        layers = range(stage.first + resumes, stage.last + 1)
+        layers = [i for i in range(stage.first + resumes, stage.last + 1) if not self._rolls(i)]
         moments = _Moments(self._sums_held(layers, held))
         moments.beside += sum(self._queries_held(held) * self._looks(i) for i in layers)
         stored = 0
@@ -168,7 +180,7 @@ class ChunkedReading(Reading):
                 moments.see(self._resumed(index, pieces.last, 1), whole=True)
                 continue
             # What was read before is joined by the last chunk, then cut and brought into order.
-            shown = self._looks(index) * self._query_bytes(index)
+            shown = self._looks(index) * self._query_bytes(index) * (not self._rolls(index))
             shown *= (not self._sums) * (
                 self._queries_held(held) // max(self._query_bytes(index), 1)
                 + pieces.last
@@ -181,10 +193,36 @@ class ChunkedReading(Reading):
             acts = keeps or index == stage.last
             deciding = acts * self._deciding(index, pieces.total, self._deciding_len(pieces))
             whole = not (looks and index == stage.last)
-            moments.see(here, whole=whole, deciding=shown + max(deciding, kept), stored=kept)
+            moments.see(
+                here,
+                whole=whole,
+                deciding=shown + max(deciding, kept),
+                stored=kept,
+                joined=self._joined(index, held, pieces.last),
+            )
             moments.beside += kept
             stored += kept
         return moments.most, stored
+
+    # Layers that hold what their windows see.
+
+    def _rolls(self, index: int) -> bool:
+        """True if a layer holds only what its window sees, whatever the prompt's length."""
+        window = self.shape.layers[index].window
+        return window is not None and self.context_len > MIN_WINDOWS * window
+
+    def _window_bytes(self, index: int) -> int:
+        """Return the bytes of what such a layer's window sees; 0 for another layer."""
+        window = self.shape.layers[index].window
+        if window is None or not self._rolls(index):
+            return 0
+        return (window - 1) * self.token_bytes[index]
+
+    def _joined(self, index: int, held: int, new: int) -> int:
+        """Return the bytes of such a layer's keys and values while it attends, held and new."""
+        if not (held and self._rolls(index)):
+            return 0
+        return self._window_bytes(index) + new * self.token_bytes[index]
 
     # What is looked at.
 
@@ -219,7 +257,7 @@ class ChunkedReading(Reading):
             return 0
         return self._shown_len(seen) * max(map(self._query_bytes, range(self.shape.num_layers)))
 
-    def _sums_held(self, layers: range | list[int], key_len: int) -> int:
+    def _sums_held(self, layers: list[int], key_len: int) -> int:
         """Return the bytes in which the scorer sums attention over all queries so far."""
         if not self._sums:
             return 0
@@ -260,7 +298,13 @@ class _Moments:
     most: int = 0
 
     def see(
-        self, here: LayerActivations, *, whole: bool, deciding: int = 0, stored: int = 0
+        self,
+        here: LayerActivations,
+        *,
+        whole: bool,
+        deciding: int = 0,
+        stored: int = 0,
+        joined: int = 0,
     ) -> None:
         """Update the largest memory use with one layer's measurements.
 
@@ -269,8 +313,9 @@ class _Moments:
             whole: Whether it is run to its end, not only until its queries and keys are known.
             deciding: Bytes of deciding.
             stored: Bytes held for the layer when it has decided.
+            joined: Bytes of keys and values that were joined for its attention.
         """
-        found = [here.observing + deciding]
+        found = [here.observing + deciding + joined]
         if whole:
-            found += [here.attending, here.after + stored]
+            found += [here.attending + joined, here.after + stored]
         self.most = max(self.most, self.beside + max(found))

@@ -5,6 +5,8 @@ chunk leaves the sums instead: its queries have then seen the same keys as in on
 
 With the first chunk, layers reserve memory for the whole prompt (`Pass.missing`). Later chunks are
 written behind the slots that a recorded state holds, so that undoing a chunk needs no second copy.
+Layers with windows hold only what the next token sees (`chunk_windows`). No other layer may forget
+a token before the prompt's end, whatever the policy: all later tokens of the prompt attend to it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
 from kvpolicy.declarations import declares
+from kvpolicy.integrations.transformers.forward.chunk_windows import ChunkWindows
 from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.layer_contexts import layer_context
 from kvpolicy.integrations.transformers.forward.passes import AtQueries, PassState
@@ -172,6 +175,9 @@ class InPrompt(AtQueries):
         """Build the `LayerContext` that the policy gets of a layer; see `AtQueries.observe`."""
         layer, policy = at.layers[index], at.policy
         queries, new_valid = self.shown(at, index, inputs.queries)
+        # Layers with windows hold not all of a prompt in chunks; see `chunk_windows`.
+        new_valid = new_valid[:, -inputs.keys.shape[2] :]
+        queries = queries[:, :, max(queries.shape[2] - new_valid.shape[1], 0) :]
         positions = at.masks.positions(layer, inputs.keys.shape[1], inputs.keys.device)
         return layer_context(
             index,
@@ -219,25 +225,40 @@ class Remember(InPrompt):
         super().begin(at)
         self._sums = sums_over_all(at.policy)
         self._first_needed = self._before.first_needed(at.reach.valid)
+        self._windows = ChunkWindows(at)
+        self.holding_anew = self._windows.layers
 
     def waits(self) -> bool:
         """See `AtQueries.waits`."""
         return True
 
     def chunks(self, at: PassState) -> Chunks:
-        """Return the record of the prompt's chunks so far, the current one included."""
+        """End the pass's chunk; return the record of the prompt's chunks so far, it included."""
+        self._windows.finish()
         return self._before.with_chunk(at.reach.valid, self._queries, self._carried)
 
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:
         """Remember a layer's queries, or the state of a scorer that sums over all queries."""
-        layer, queries = at.layers[index], inputs.queries
-        if not layer.facts.shows_queries:
-            return
-        if inputs.keys.shape[1] != stored[0].shape[1]:
+        layer = at.layers[index]
+        expands = inputs.keys.shape[1] != stored[0].shape[1]
+        if expands:
             layer.choose_once()
-        layer.facts.query_heads = queries.shape[1]
+        if layer.facts.shows_queries:
+            layer.facts.query_heads = inputs.queries.shape[1]
+            if not self._windows.never_choose(index):
+                self._remember(at, index, inputs, stored)
+        if index in self.holding_anew:
+            one_choice = expands or layer.one_choice
+            kept = self._windows.narrow(index, stored, one_choice=one_choice)
+            if index in self._carried:
+                self._carried[index] = gather_slots(self._carried[index], kept)
+
+    def _remember(
+        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
+    ) -> None:
+        queries = inputs.queries
         needed = self._only is None or index in self._only or index in self.history.layers
         if self._sums and needed:
             scorer, before = at.policy.scorer, self._before.carried.get(index)
@@ -279,7 +300,7 @@ class AtEnd(InPrompt):
         new_valid = chunks.prompt_valid(at.reach.valid)
         if at.policy.num_queries == 0:
             return queries[:, :, :0], new_valid
-        if index in chunks.carried:
+        if index in chunks.carried or index not in chunks.queries:
             return queries, new_valid
         return chunks.shown(index, queries, at.reach.valid), new_valid
 

@@ -272,7 +272,7 @@ class PassRun:
             return keys, values
         if self.seen is None:
             self._updated.add(index)
-            keys, values = self._taken_in(layer, keys, values)
+            keys, values = self._taken_in(index, keys, values)
         attention = self._attention
         waits = self._waits or self.seen is not None or layer.contents.padded
         waits = waits or attention.told is not None
@@ -285,11 +285,12 @@ class PassRun:
             routing.waiting.set((self, index, module))
         return keys, values
 
-    def _taken_in(self, layer: PolicyLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _taken_in(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return a layer's held and new keys and values; store the new ones if the pass appends."""
+        layer = self.layers[index]
         if self._attention.packed:
             return Unpacked.pair(layer.append_packed(keys, values))
-        if self._appends:
+        if self._appends and index not in self._queries.holding_anew:
             keys, values = layer.append(keys, values, self.at.before, self.made.missing)
         else:
             keys, values = layer.join(keys, values)

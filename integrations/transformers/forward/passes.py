@@ -52,6 +52,7 @@ class PassState:
         masks: What these tokens see there.
         output: The decoder's output, once it is known.
         started: ``[batch]`` bool, rows in which layers have read tokens before.
+        prompt_end: Number of columns seen at the end of the prompt, if the pass belongs to one.
     """
 
     def __init__(self, call: Call, layers: list[PolicyLayer], made: Pass) -> None:
@@ -77,6 +78,7 @@ class PassState:
             tokens = later
             self.reach.padded = self.reach.padded or bool((later.appended < 0).any())
         self.tokens = tokens
+        self.prompt_end = tokens.seen if later is not None else self.before.seen + made.missing
         self.first = incoming.tokens.seen == 0 and later is None
         self.started = incoming.tokens.lengths > 0
         if stage is not None and stage.started is not None:
@@ -125,8 +127,10 @@ class AtQueries:
         padding_first: Whether keys are to be shown with each row's padding before its tokens.
         passed: ``[batch, passed_len]`` int64, the slots of the tokens that the layer seen last
             passes on; None for all.
+        holding_anew: The layers that hold other slots once observed, and so need not append.
     """
 
+    holding_anew: frozenset[int] = frozenset()
     asks = False
     bounded = False
     padding_first = False

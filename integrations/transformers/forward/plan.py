@@ -5,7 +5,7 @@
 | append, decoded token, drafts | append all, ignore queries |
 | bounded answer | append all, remember queries; select when rows are due |
 | prompt | select |
-| chunk of a prompt | append all, remember queries |
+| chunk of a prompt | append all (layers with windows: what is seen next), remember queries |
 | last chunk | select, by the queries of all chunks |
 | restart | discard: choose tokens inside the filter layer; then a prompt of these |
 | chunk, if tokens are dropped | append all in the layers of the first stage, remember queries |

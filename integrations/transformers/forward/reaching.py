@@ -160,4 +160,7 @@ class ReachingTokens:
             return self.lengths
         if contents.counts is None:
             return None
-        return tuple(map(sum, zip(contents.counts, self.appended, self.lengths, strict=True)))
+        # Layers with windows count no token of a prompt in chunks as appended.
+        alone = layer.tokens is not None and not layer.tokens.appended.shape[1]
+        appended = (0,) * len(self.lengths) if alone else self.appended
+        return tuple(map(sum, zip(contents.counts, appended, self.lengths, strict=True)))

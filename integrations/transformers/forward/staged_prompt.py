@@ -20,7 +20,7 @@ class StagedPrompt:
     Args:
         stages: All stages of the prompt.
         begun: The tokens seen before the prompt.
-        before: What every layer held before the prompt; see `hold_again`.
+        before: What every layer held before the prompt, if the prefill restarts; see `hold_again`.
         valid: By chunk, ``[batch, new_len]`` bool, False on padding.
         inputs: By chunk, the decoder's inputs for its tokens by name, ``[batch, new_len, ...]``
             each; position ids also have the axis of rows first.

@@ -91,7 +91,8 @@ class StagedPrefill:
         """
         self._check()
         stages = self._stages(missing)
-        staged = StagedPrompt(stages, self.incoming.tokens, held_by(self.layers))
+        before = held_by(self.layers) if self._restarts else ()
+        staged = StagedPrompt(stages, self.incoming.tokens, before)
         return Chunks(self.call.model.policy.num_queries, staged=staged)
 
     def chunk(self, chunks: Chunks, missing: int) -> Pass:

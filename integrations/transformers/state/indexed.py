@@ -173,11 +173,13 @@ class IndexedLayer(PolicyLayer):
         room: int | None = None,
         counts: tuple[int, ...] | None = None,
         whole: bool | None = None,
+        storage: Storage | None = None,
     ) -> None:
         """Keep the chosen slots, index keys included; see `PolicyLayer.store`."""
         shown, self._shown = self._shown, None
         positions, kept = positions[:, :1], None if kept is None else kept[:, :1]
-        super().store(keys, values, positions, kept, carried, room=room, counts=counts, whole=whole)
+        how: dict[str, Any] = {"room": room, "counts": counts, "whole": whole, "storage": storage}
+        super().store(keys, values, positions, kept, carried, **how)
         if shown is not None:
             taken = (each if kept is None else gather_slots(each, kept) for each in shown)
             self._hold_index(*taken)

@@ -147,6 +147,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         room: int | None = None,
         counts: tuple[int, ...] | None = None,
         whole: bool | None = None,
+        storage: Storage | None = None,
     ) -> None:
         """Keep only the chosen slots of the layer's keys and values, and forget decoded queries.
 
@@ -162,16 +163,18 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             counts: For each row, the number of tokens kept in each head; None if heads differ or
                 the number is unknown, so that it must be read from the tensors.
             whole: Whether ``kept`` is all slots; None if unknown.
+            storage: How they are held; None for the layer's own storage.
         """
         whole_state = carried if carried is None or kept is None else gather_slots(carried, kept)
         observed = RecentQueries(carried=whole_state)
+        how: dict[str, Any] = {"counts": counts, "observed": observed, "storage": storage}
         room = self.room if room is None else room
         if kept is None or self._is_whole(keys, positions, kept, whole):
-            self._hold(keys, values, positions, room, counts=counts, observed=observed)
+            self._hold(keys, values, positions, room, **how)
         else:
             padded = counts is None or min(counts) < kept.shape[2]
             chosen = gather_positions(positions, kept, padded=padded)
-            self._hold(keys, values, chosen, room, kept, counts=counts, observed=observed)
+            self._hold(keys, values, chosen, room, kept, **how)
 
     @staticmethod
     def _is_whole(keys: Tensor, positions: Tensor, kept: Tensor, whole: bool | None) -> bool:
@@ -201,12 +204,14 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         *,
         counts: tuple[int, ...] | None = None,
         observed: RecentQueries | None = None,
+        storage: Storage | None = None,
     ) -> None:
         """Hold only the slots ``kept`` of these keys and values; all slots if ``kept`` is None.
 
         Without ``kept``, the first slots are those of the positions ``chosen``, and the rest are
         appended tokens.
         """
+        storage = self.storage if storage is None else storage
         heads, width = chosen.shape[1:]
         if counts is None:  # one transfer from the device for all counts
             of_heads = (chosen >= 0).sum(dim=2).tolist()
@@ -223,14 +228,14 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
                 kept = torch.where(chosen >= 0, slots, -1)
             shares = keys.shape[1] // heads  # more than 1 if all heads keep the same tokens
             each = [count for row in of_heads for count in row for _ in range(shares)]
-            held: StoredKV = Packed.of(self.storage, keys, values, kept, appended, counts=each)
+            held: StoredKV = Packed.of(storage, keys, values, kept, appended, counts=each)
         elif kept is None and self._joined is not None and self._joined[0] is keys:
             held = self._joined[1]
         elif kept is None:
-            held = self.storage.hold(keys, values)
+            held = storage.hold(keys, values)
         else:
             taken = (gather_slots(each, kept, padded=padded) for each in (keys, values))
-            held = self.storage.hold(*taken)
+            held = storage.hold(*taken)
         held = held.with_room(room) if room else held
         observed = self.contents.observed if observed is None else observed
         self.contents = LayerContents(held, chosen, padded, ragged, counts, observed)

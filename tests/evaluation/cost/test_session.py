@@ -93,6 +93,8 @@ CASES = [
     ("llama", GemFilter(), CHUNK),
     ("gemma3_text", SnapKV(0.1), None),
     ("gemma3_text", SnapKV(0.1), CHUNK),
+    ("gemma3_text", FullContext(), CHUNK),
+    ("gemma3_text", H2O(0.1), CHUNK),
     ("lfm2", SnapKV(0.1), None),
     ("lfm2", SnapKV(0.1), CHUNK),
 ]

@@ -1,0 +1,105 @@
+"""Let layers with a window hold, between the chunks of a long prompt, only what the window sees.
+
+No later token of the prompt sees the others, and at its end the layer forgets them anyway; see
+`WindowSurvivors`. A row that is no longer than the window at the prompt's end, so that the policy
+chooses in it, has lost nothing before. Other layers hold the whole prompt until then: its last
+token attends to all of it.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.integrations.transformers.forward.passes import PassState
+from kvpolicy.integrations.transformers.model.masks import first_seen
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
+from kvpolicy.integrations.transformers.state.layers import follow
+from kvpolicy.selection import compress
+
+# A prompt's length, in windows, up to which a layer holds all of it: while a chunk is read, it
+# holds two windows, since the earlier one is needed to undo the chunk if it fails.
+MIN_WINDOWS = 2
+
+
+class ChunkWindows:
+    """The layers of a pass over a chunk that hold only what their windows see behind the chunk.
+
+    Args:
+        at: The pass.
+
+    Attributes:
+        layers: Their indices.
+    """
+
+    def __init__(self, at: PassState) -> None:
+        self._at = at
+        self._windows = {
+            index: window
+            for index, window in enumerate(at.call.model.windows)
+            if window is not None
+            and at.prompt_end > MIN_WINDOWS * window
+            and not isinstance(at.layers[index], IndexedLayer)
+        }
+        self.layers = frozenset(self._windows)
+        self._narrowed: set[int] = set()
+
+    def never_choose(self, index: int) -> bool:
+        """True if the policy cannot choose in a layer at the prompt's end.
+
+        Every row is longer than the layer's window already.
+        """
+        return index in self.layers and min(self._at.seen_len) > self._windows[index]
+
+    def narrow(self, index: int, stored: tuple[Tensor, Tensor], *, one_choice: bool) -> Tensor:
+        """Let a layer hold only what its window sees behind the chunk.
+
+        Args:
+            index: Index of the layer.
+            stored: The keys and values that the cache handed out to the layer.
+            one_choice: Whether all heads hold the same tokens.
+
+        Returns:
+            ``[batch, kv_heads or 1, held_len]`` int64, the slots that the layer holds now, -1 on
+            padding.
+        """
+        at, window, keys = self._at, self._windows[index], stored[0]
+        layer, heads = at.layers[index], 1 if one_choice else keys.shape[1]
+        positions = at.masks.positions(layer, heads, keys.device)
+        counts = self._counts(window)
+        if counts is None:
+            # 0 in rows without a token in this chunk, of which nothing is forgotten.
+            ends = at.reach.positions.to(keys.device).amax(dim=1)[:, None, None] + 1
+            near = (positions >= 0) & (positions >= first_seen(ends, window))
+            kept = compress(near, int(near.sum(dim=-1).max()))
+        else:
+            slots = torch.arange(keys.shape[2] - counts[0], keys.shape[2], device=keys.device)
+            kept = slots.expand(*positions.shape[:2], -1)
+        whole = None if counts is None else counts[0] == keys.shape[2]
+        observed, carried = layer.observed, layer.observed.carried
+        if carried is not None:
+            carried = torch.nn.functional.pad(carried, (0, 0, 0, keys.shape[2] - carried.shape[2]))
+        # What is quantised is chosen first: a prompt's own tokens attend to exact keys.
+        storage = layer.storage.beside()
+        layer.store(
+            *stored, positions, kept, carried, room=0, counts=counts, whole=whole, storage=storage
+        )
+        layer.observed = attrs.evolve(observed, carried=layer.observed.carried)
+        self._narrowed.add(index)
+        return kept
+
+    def _counts(self, window: int) -> tuple[int, ...] | None:
+        """Return how many of its last slots each row holds; None if positions must be read."""
+        at, end = self._at, self._at.tokens.seen
+        if at.reach.padded or at.before.acted_ids.shape[1] or not at.counts_held:
+            return None
+        count = end - max(first_seen(end, window), 0)
+        return (count,) * at.before.batch
+
+    def finish(self) -> None:
+        """Let the layers count no token as appended: all that they hold counts as kept."""
+        tokens = self._at.tokens
+        none = tokens.appended[:, :0]
+        tokens = attrs.evolve(tokens, appended=none, appended_ids=none)
+        follow([self._at.layers[index] for index in sorted(self._narrowed)], tokens)
