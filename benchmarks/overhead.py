@@ -339,7 +339,7 @@ def _times_table(part: str, title: str, *more: Column) -> Table:
         Column("model", 11, "model"),
         Column("prompt", 7, "context"),
         Column("ms", 8, middle("ms"), ".2f"),
-        Column(title.split()[-1], 22, extent("ratio", 3)),
+        Column(title.split()[-1], 23, extent("ratio", 3)),
         Column("wanted", 7, "wanted", ".2f"),
         *more,
         live=False,
