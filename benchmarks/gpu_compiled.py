@@ -11,7 +11,7 @@ import attrs
 
 from benchmarks.clocks import OutOfTimeError
 from benchmarks.common import allowed, random_prompt
-from benchmarks.compiled import Answer, Compilations, fresh_compiler, generate_compiled
+from benchmarks.compiled import Answer, Compilations, fresh_compiler, generate_timed
 from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_cells import FULL, MEASURED, Cell
 
@@ -97,6 +97,7 @@ class CompiledBench:
             cell = self.bench.attempt(
                 partial(CompiledCell, name, context),
                 self.predicted_seconds(name, context),
+                self.bench.settings.limit_of(context),
                 partial(self._measure, name, context),
             )
             self.cells.append(cell)
@@ -171,9 +172,9 @@ class CompiledBench:
         bench = self.bench
         vocab_size, room = bench.model.config.vocab_size, bench.settings.new_tokens
         prompt = random_prompt(vocab_size, context).to(bench.model.device)
-        how: dict[str, Any] = {"room": room, "deadline": bench.deadline}
+        how: dict[str, Any] = {"room": room, "deadline": bench.cell_deadline}
         try:
-            answer = generate_compiled(bench.model, prompt, bench.plans[name].policy, count, **how)
+            answer = generate_timed(bench.model, prompt, bench.plans[name].policy, count, **how)
         except OutOfTimeError:
             answer = None
         if answer is None or not answer.decode_ms:
