@@ -354,7 +354,8 @@ def measure(run: Run) -> None:
     if (path := run.folder / run.file).exists() and not options.again:
         resume(run, path)
     Session(run, bench).perform(options.jobs)
-    print("\n" + "\n".join(each.text(run.record) for each in BENCHMARK.tables if each.live))
+    tables = [each.text(run.record) for each in BENCHMARK.tables if each.live]
+    print("\n" + "\n".join(filter(None, tables)))
 
 
 def settings_of(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:

@@ -18,12 +18,15 @@ from benchmarks.clocks import OutOfTimeError
 from benchmarks.common import allowed, random_prompt
 from benchmarks.compiled import generate_timed
 from benchmarks.gpu_bench import Bench
-from benchmarks.gpu_cells import FAILED, FULL, MEASURED, Cell
+from benchmarks.gpu_cells import ABSENT, FULL, MEASURED, Cell
 from benchmarks.unequal_heads import row_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = "tests/integrations/gpu"
-RUN: tuple[str, ...] = (TESTS,)  # what pytest is given
+# What pytest is given: of tests/conftest.py nothing is needed, but it needs more packages.
+RUN: tuple[str, ...] = (TESTS, "--noconftest")
+# `benchmarks` makes kvpolicy importable where it is not installed.
+PYTEST = "import benchmarks, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
 # Of packed heads.
 ROUNDS = 3
 
@@ -189,11 +192,11 @@ class AnswerBench:
         """Run the tests that need a GPU, in a process of their own."""
         empty = partial(ExtraCell, TESTS, 0)
         if find_spec("pytest") is None:
-            return empty(FAILED, "skipped: there is no pytest")
+            return empty(ABSENT, "skipped, since there is no pytest")
         return self.bench.attempt(empty, 0.0, self.bench.settings.limit_of(0), self._tests)
 
     def _tests(self) -> ExtraCell:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *RUN]
+        command = [sys.executable, "-c", PYTEST, "-q", "-p", "no:cacheprovider", *RUN]
         seconds = self.bench.cell_deadline.left()
         try:
             ran = subprocess.run(
@@ -205,7 +208,8 @@ class AnswerBench:
         counted = re.findall(r"(\d+) (passed|failed|skipped|errors?)", lines[-1])
         found: dict[str, Any] = {what: int(count) for count, what in counted}
         if not found:
-            raise RuntimeError(f"pytest ended with {ran.returncode}: {lines[-1]}")
+            said = f"{ran.stderr.strip()} {lines[-1]}".splitlines()[0]
+            raise RuntimeError(f"pytest ended with {ran.returncode}: {said}")
         return ExtraCell(
             TESTS,
             0,

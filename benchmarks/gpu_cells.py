@@ -12,6 +12,8 @@ from kvpolicy import CachePolicy
 FULL = "full_context"
 MEASURED, SKIPPED, FAILED = "measured", "skipped", "failed"
 OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "out of time"
+# Of the tests, where there is no pytest.
+ABSENT = "absent"
 
 
 @attrs.frozen

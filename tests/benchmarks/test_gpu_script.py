@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 
 from benchmarks import gpu, gpu_answers, gpu_bench
 from benchmarks.clocks import Deadline, Interval, OutOfTimeError, TimedPolicy
+from benchmarks.gpu_answers import AnswerBench
 from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_cells import Cell, Settings
 from benchmarks.gpu_compiled import CompiledCell
@@ -191,6 +194,42 @@ def test_packed_heads_and_tests_are_recorded(record: dict[str, Any]) -> None:
     (failure,) = row["found"]["failures"]
     assert row["found"] == {"passed": 1, "failed": 1, "skipped": 1, "failures": [failure]}
     assert "test_other" in failure
+
+
+def extras(monkeypatch: pytest.MonkeyPatch, *run: str, seconds: float = 60.0) -> AnswerBench:
+    monkeypatch.setattr(gpu_answers, "RUN", run)
+    spec, _ = gpu.PRESETS["tiny"]
+    settings = Settings(limit_seconds=seconds)
+    return AnswerBench(Bench(spec.build(), gpu.plans_for(spec), settings, Deadline(1e9)))
+
+
+def test_tests_that_cannot_run_are_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "test_slow.py").write_text("import time\ndef test_slow(): time.sleep(60)\n")
+    late = extras(monkeypatch, str(tmp_path), "-c", os.devnull, seconds=1.0).tests()
+    assert (late.status, late.note) == ("out of time", "tests stopped after 1 s")
+    nothing = extras(monkeypatch, str(tmp_path / "nowhere"), "-c", os.devnull).tests()
+    assert nothing.status == "failed"
+    assert "nowhere" in nothing.note
+    monkeypatch.setattr(gpu_answers, "find_spec", lambda name: None)
+    absent = extras(monkeypatch).tests()
+    assert (absent.status, absent.note) == ("absent", "skipped, since there is no pytest")
+
+
+def test_the_tests_of_a_gpu_need_no_more_than_pytest() -> None:
+    """They are found without the packages that other tests need, and without an installation."""
+    blocked = "import sys; sys.modules['hypothesis'] = None; "
+    command = [sys.executable, "-c", blocked + gpu_answers.PYTEST, "--collect-only", "-q"]
+    root = Path(gpu.__file__).parents[1]
+    ran = subprocess.run(
+        [*command, *gpu_answers.RUN],
+        cwd=root,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "test_keeps_and_says_what_the_cpu_does" in ran.stdout
 
 
 def test_ratios_are_those_of_the_times_beside_them(record: dict[str, Any]) -> None:
