@@ -294,7 +294,7 @@ class Session:
             if str(job) not in unfinished and any(map(job.is_of, record[job.part])):
                 continue
             unfinished[str(job)] = starts + 1
-            record[job.part] = [row for row in record[job.part] if not job.is_of(row)]
+            self._forget(job)
             self.run.write()
             row = attrs.asdict(self._killed(job) if starts >= TRIES else self._measured(job))
             if row["status"] == SKIPPED:
@@ -302,14 +302,33 @@ class Session:
             elif self.bench.deadline.left() > 0 or starts + 1 >= TRIES:
                 del unfinished[str(job)]
             self.run.add(job.part, row)
+            if job.policy == FULL:  # a policy may have been measured before
+                self._rate()
         record["complete"] = not unfinished and all(
             any(map(job.is_of, record[job.part])) for job in jobs
         )
         self.run.write()
 
+    def _forget(self, job: Job) -> None:
+        """Remove what an earlier start has of a cell."""
+        record = self.run.record
+        record[job.part] = [row for row in record[job.part] if not job.is_of(row)]
+        if job.part in self.runners:
+            runner = self.runners[job.part]
+            runner.cells = [each for each in runner.cells if not job.is_of(attrs.asdict(each))]
+
+    def _rate(self) -> None:
+        """Compute all ratios to full context again."""
+        for part, runner in self.runners.items():
+            runner.cells = [runner.rated(cell) for cell in runner.cells]
+            self.run.record[part] = [attrs.asdict(cell) for cell in runner.cells]
+
     def _killed(self, job: Job) -> Any:
         note = f"the process ended in it {TRIES} times"
-        return KINDS[job.part](*job.place, FAILED, note)
+        cell = KINDS[job.part](*job.place, FAILED, note)
+        if job.part in self.runners:
+            self.runners[job.part].cells.append(cell)
+        return cell
 
     def _measured(self, job: Job) -> Any:
         if job.part == "tests":
@@ -317,7 +336,6 @@ class Session:
         if job.part == "packed":
             return self.answers.packed(float(job.policy.split()[1]), job.context)
         runner = self.runners[job.part]
-        runner.cells = [each for each in runner.cells if not job.is_of(attrs.asdict(each))]
         runner.run([job.place], lambda cell: None)
         return runner.cells[-1]
 

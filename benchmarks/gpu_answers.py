@@ -129,10 +129,15 @@ class AnswerBench:
                 partial(self._measure, name, context, buffers, batch),
             )
             self.cells.append(cell)
-            for full in self.cells:
-                if (full.policy, *_place(full)) == (FULL, *_place(cell)):
-                    self.cells[-1] = cell.against(full)
+            self.cells[-1] = self.rated(cell)
             report(self.cells[-1])
+
+    def rated(self, cell: AnswerCell) -> AnswerCell:
+        """Return a cell with its ratios to full context, if that was measured."""
+        for full in self.cells:
+            if (full.policy, *_place(full)) == (FULL, *_place(cell)):
+                return cell.against(full)
+        return cell
 
     def predicted_seconds(self, name: str, context: int) -> float:
         """Predict the longest time of a row's rehearsal and answer, from the cell of the loop."""

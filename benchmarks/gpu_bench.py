@@ -74,10 +74,15 @@ class Bench:
         """
         for name, context in cells:
             self.cells.append(self._run_cell(name, context))
-            full = [each for each in self.cells if (each.policy, each.context) == (FULL, context)]
-            if full:
-                self.cells[-1] = self.cells[-1].against(full[0])
+            self.cells[-1] = self.rated(self.cells[-1])
             report(self.cells[-1])
+
+    def rated(self, cell: Cell) -> Cell:
+        """Return a cell with its ratios to full context, if that was measured."""
+        for each in self.cells:
+            if (each.policy, each.context) == (FULL, cell.context):
+                return cell.against(each)
+        return cell
 
     def predicted_seconds(self, name: str, context: int) -> float:
         """Predict the longest time of a cell in seconds, from a shorter context; 0 without one.

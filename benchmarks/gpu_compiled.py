@@ -101,12 +101,16 @@ class CompiledBench:
                 partial(self._measure, name, context),
             )
             self.cells.append(cell)
-            static, uncompiled = self._own(FULL, context), self._uncompiled(FULL, context)
-            self.cells[-1] = cell.against(
-                static.compiled_decode_ms if static else (),
-                uncompiled.decode_ms if uncompiled else (),
-            )
+            self.cells[-1] = self.rated(cell)
             report(self.cells[-1])
+
+    def rated(self, cell: CompiledCell) -> CompiledCell:
+        """Return a cell with its ratios to full context, as far as that was measured."""
+        static = self._own(FULL, cell.context)
+        uncompiled = self._uncompiled(FULL, cell.context)
+        return cell.against(
+            static.compiled_decode_ms if static else (), uncompiled.decode_ms if uncompiled else ()
+        )
 
     def predicted_seconds(self, name: str, context: int) -> float:
         """Predict the longest time that a cell takes, in seconds.

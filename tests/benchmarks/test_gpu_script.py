@@ -627,6 +627,35 @@ def test_a_second_start_goes_on_where_the_first_was_killed(
     assert not taken
 
 
+def test_full_context_that_is_measured_last_gives_the_ratios_of_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first start has time for the policy alone, which is faster."""
+    clock = Clock()
+    monkeypatch.setattr(gpu.time, "monotonic", clock)
+
+    def take(model: Any, prompt: Any, policy: Any, new_tokens: int, **how: Any) -> Turn:
+        seconds = 10.0 if policy is None else 1.0
+        clock.now += seconds * (prompt.shape[1] / 16) ** 2
+        how["deadline"].check()
+        return turn(1e3 * seconds, *[seconds] * (new_tokens - 1))
+
+    monkeypatch.setattr(gpu_bench, "take_turn", take)
+    how = ["--contexts", "16,32", "--repeats", "1"]
+    first = start(tmp_path, *how, "--minutes", "1")
+    statuses = {(row["policy"], row["context"]): row["status"] for row in first["cells"]}
+    assert statuses["full_context", 32] == "skipped"
+    assert statuses["snapkv", 32] == "measured"
+    second = start(tmp_path, *how, "--minutes", "60")
+    assert second["complete"] is True
+    ratios = {(row["policy"], row["context"]): row["prefill_speedup"] for row in second["cells"]}
+    assert ratios == {
+        (name, length): speed
+        for name, speed in (("full_context", 1.0), ("snapkv", 10.0))
+        for length in (16, 32)
+    }
+
+
 def test_a_cell_that_is_killed_twice_has_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
