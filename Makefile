@@ -19,7 +19,7 @@ CASES := $(if $(CI),,--covering)
 OLDEST_CASES := $(if $(CI),,--quick)
 
 .PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest bench pictures \
-	bench-scaling bench-chunks bench-decode bench-decoding bench-long-answers bench-gpu bench-prefill bench-sessions \
+	bench-scaling bench-chunks bench-decode bench-decoding bench-overhead bench-long-answers bench-gpu bench-prefill bench-sessions \
 	bench-kvpress bench-unequal-heads families transformers-tests format clean
 
 compare: $(VENV)/installed
@@ -118,6 +118,9 @@ bench-decode: $(VENV)/installed
 
 bench-decoding: $(VENV)/installed
 	$(BIN)/python benchmarks/decoding.py $(ARGS)
+
+bench-overhead: $(VENV)/installed
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
 
 bench-long-answers: $(VENV)/installed
 	$(BIN)/python -m benchmarks.long_answers.measure $(ARGS)

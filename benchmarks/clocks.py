@@ -38,6 +38,10 @@ class Deadline:
         """Return the seconds until the deadline; negative after it."""
         return self._end - self._clock()
 
+    def within(self, seconds: float) -> Deadline:
+        """Return the deadline so many seconds from now, or this one if it comes first."""
+        return Deadline(min(self.left(), seconds), self._clock)
+
     def check(self) -> None:
         """Raise OutOfTimeError if the deadline has passed."""
         if self.left() < 0:

@@ -1,4 +1,4 @@
-"""Time an answer of `model.generate` with compiled decoding, token by token."""
+"""Time an answer of `model.generate`, token by token, with each kind of buffers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from transformers import CompileConfig, PreTrainedModel, StaticCache
+from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
 
 from benchmarks.clocks import Deadline, OutOfTimeError, TokenTimes
 from benchmarks.turns import before_layers, peak, prefill_hook, restart_peak
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
+
+# How a cache holds what is decoded.
+GROWING, FIXED, COMPILED = "growing", "fixed", "compiled"
 
 
 @attrs.frozen
@@ -126,37 +129,35 @@ def fresh_compiler() -> Iterator[None]:
         torch.compiler.reset()
 
 
-def generate_compiled(
+def generate_timed(
     model: PreTrainedModel,
     prompt: Tensor,
     policy: CachePolicy | None,
     new_tokens: int,
     *,
     room: int,
+    buffers: str = COMPILED,
     deadline: Deadline | None = None,
 ) -> Answer:
-    """Read a prompt and decode greedily by `generate`, with a cache of fixed size.
+    """Read a prompt and decode greedily by `generate`.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode, that never ends a text.
         prompt: Token ids ``[batch, context]`` on the model's device, without padding.
-        policy: None for Transformers' own `StaticCache`.
+        policy: None for Transformers' own `StaticCache`; for `DynamicCache` if buffers grow.
         new_tokens: Tokens to generate, at least 1; the prefill gives the first.
-        room: New tokens that the cache has memory for, at least ``new_tokens``. The compiled code
-            depends on this, not on ``new_tokens``.
+        room: New tokens that buffers of fixed size have memory for, at least ``new_tokens``. The
+            compiled code depends on this, not on ``new_tokens``.
+        buffers: ``growing``, ``fixed``, or ``compiled``: of fixed size, and decoding is compiled.
         deadline: Checked before every layer of the prefill and after every token; decoding then
             ends early.
 
     Raises:
         OutOfTimeError: The deadline passed during prefill.
     """
-    cache: PolicyCache | StaticCache
-    if policy is None:
-        cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + room)
-    else:
-        cache = PolicyCache(policy, max_new_tokens=room)
-    config = compile_config(model.device)
+    config = compile_config(model.device) if buffers == COMPILED else None
     how: dict[str, Any] = {} if config is None else {"compile_config": config}
+    cache = _cache(model, prompt.shape[1], policy, None if buffers == GROWING else room)
     restart_peak(model.device)
     prefill = ExitStack()
     clock = TokenClock(model.device, deadline, prefill.close)
@@ -169,6 +170,7 @@ def generate_compiled(
             max_new_tokens=new_tokens,
             do_sample=False,
             streamer=clock,
+            disable_compile=buffers != COMPILED,
             **how,
         )
     if not clock.tokens:
@@ -176,3 +178,13 @@ def generate_compiled(
     first, *others = clock.steps_ms()
     peak_bytes = peak(model.device) if model.device.type == "cuda" else None
     return Answer(torch.stack(clock.tokens, dim=1), first, tuple(others), peak_bytes)
+
+
+def _cache(
+    model: PreTrainedModel, context: int, policy: CachePolicy | None, room: int | None
+) -> PolicyCache | DynamicCache | StaticCache:
+    if policy is not None:
+        return PolicyCache(policy, max_new_tokens=room)
+    if room is None:
+        return DynamicCache(config=model.config)
+    return StaticCache(config=model.config, max_cache_len=context + room)

@@ -33,7 +33,7 @@ from benchmarks.turns import MaskWatch, Turn, take_turn
 C = TypeVar("C")
 
 WARM_UP_LEN = 512
-REHEARSED_TOKENS = 4
+WARM_UP_TOKENS = 4
 
 
 class Bench:
@@ -59,6 +59,8 @@ class Bench:
         self.plans = plans
         self.settings = settings
         self.deadline = deadline
+        # Of the cell that is being measured.
+        self.cell_deadline = deadline
         self.cells: list[Cell] = []
         self.clock = clock
         self._warm: set[str] = set()
@@ -72,42 +74,60 @@ class Bench:
         """
         for name, context in cells:
             self.cells.append(self._run_cell(name, context))
-            full = [each for each in self.cells if (each.policy, each.context) == (FULL, context)]
-            if full:
-                self.cells[-1] = self.cells[-1].against(full[0])
+            self.cells[-1] = self.rated(self.cells[-1])
             report(self.cells[-1])
+
+    def rated(self, cell: Cell) -> Cell:
+        """Return a cell with its ratios to full context, if that was measured."""
+        for each in self.cells:
+            if (each.policy, each.context) == (FULL, cell.context):
+                return cell.against(each)
+        return cell
 
     def predicted_seconds(self, name: str, context: int) -> float:
         """Predict the longest time of a cell in seconds, from a shorter context; 0 without one.
 
-        This is the time of two prefills, assumed to grow as the square of the context, which is the
-        most they can, and the time of the tokens.
+        This is the time of two prefills, or of one if a rehearsal takes too long, and the time of
+        the tokens. A prefill is assumed to grow as the square of the context, the most it can.
         """
+        prefill, token = self._predicted_ms(name, context)
+        prefills = 1 if self._too_long(prefill) else 2
+        return (prefills * prefill + self.settings.new_tokens * token) / 1e3
+
+    def _too_long(self, prefill_ms: float) -> bool:
+        """Return whether a prompt is read once only, since it takes longer than a cell should."""
+        return prefill_ms > 1e3 * self.settings.cell_seconds
+
+    def _predicted_ms(self, name: str, context: int) -> tuple[float, float]:
+        """Return the longest time of a prefill, and of a token, from a shorter context."""
         shorter = [
             each
             for each in self.cells
             if each.policy == name and each.context < context and each.status == MEASURED
         ]
         if not shorter:
-            return 0.0
+            return 0.0, 0.0
         last = max(shorter, key=lambda each: each.context)
         prefill = median(last.prefill_ms) * (context / last.context) ** 2
-        token = median(last.decode_ms) if last.decode_ms else 0.0
-        return (2 * prefill + self.settings.new_tokens * token) / 1e3
+        return prefill, median(last.decode_ms) if last.decode_ms else 0.0
 
     def _run_cell(self, name: str, context: int) -> Cell:
         return self.attempt(
             partial(Cell, name, context),
             self.predicted_seconds(name, context),
+            self.settings.limit_of(context),
             partial(self._measure, name, context),
         )
 
-    def attempt(self, empty: Callable[[str, str], C], needed: float, measure: Callable[[], C]) -> C:
+    def attempt(
+        self, empty: Callable[[str, str], C], needed: float, limit: float, measure: Callable[[], C]
+    ) -> C:
         """Measure a cell; return a cell that says why if it fails or is skipped.
 
         Args:
             empty: Makes a cell without measurements from a status and a note.
             needed: Seconds that the cell may take; it is skipped if fewer are left.
+            limit: Seconds after which the cell ends.
             measure: Measures the cell.
         """
         left = self.deadline.left()
@@ -116,6 +136,7 @@ class Bench:
         if left <= needed:
             return empty(SKIPPED, f"may need {needed:.0f} s, {left:.0f} s were left")
         started = self.clock()
+        self.cell_deadline = self.deadline.within(limit)
         try:
             return measure()
         except OutOfTimeError as error:
@@ -136,31 +157,33 @@ class Bench:
     def _measure(self, name: str, context: int) -> Cell:
         plan, settings = self.plans[name], self.settings
         if name not in self._warm:
-            self._turn(plan, min(WARM_UP_LEN, context), REHEARSED_TOKENS)
+            self._turn(plan, min(WARM_UP_LEN, context), WARM_UP_TOKENS)
             self._warm.add(name)
         masks = MaskWatch()
-        rehearsal = self._turn(plan, context, 1 + REHEARSED_TOKENS, masks)
+        # Of as many tokens as count: every length has been seen when it is timed.
+        once = self._too_long(self._predicted_ms(name, context)[0])
+        rehearsal = self._turn(plan, context, settings.new_tokens, masks)
         turns: list[Turn] = []
         try:
-            for _ in range(settings.repeats_of(rehearsal.prefill.wall_ms)):
+            for _ in range(0 if once else settings.repeats_of(rehearsal.prefill.wall_ms)):
                 # The first turn decodes: if time runs out, that matters more than repeats.
                 turns.append(self._turn(plan, context, 1 if turns else settings.new_tokens))
         except OutOfTimeError:
             pass  # what has been measured counts
-        rehearsed_only = not turns
-        turns = turns or [rehearsal]
-        scoring = None if plan.policy is None else self._scoring(plan, context, turns[0])
-        cell = self._cell(name, context, turns)
+        scored = plan.policy is not None and not once
+        counted = turns or [rehearsal]
+        scoring = self._scoring(plan, context, counted[0]) if scored else None
+        cell = self._cell(name, context, counted)
         masked = masks.prefill + masks.decode
         notes = [
-            "the rehearsal only" if rehearsed_only else "",
+            "read once, without a rehearsal" if once else "the rehearsal only" if not turns else "",
             cell.note,
             f"attention masks in {masked} layers" if masked else "",
         ]
         return attrs.evolve(
             cell,
             note="; ".join(filter(None, notes)),
-            rehearsal_ms=rehearsal.prefill.wall_ms,
+            rehearsal_ms=None if once else rehearsal.prefill.wall_ms,
             masked_layers_prefill=masks.prefill,
             masked_layers_decode=masks.decode,
             **({} if scoring is None else scoring),
@@ -180,13 +203,13 @@ class Bench:
             plan.policy,
             new_tokens,
             chunk=plan.chunk,
-            deadline=self.deadline,
+            deadline=self.cell_deadline,
             masks=masks,
         )
 
     def _scoring(self, plan: Plan, context: int, turn: Turn) -> dict[str, Any] | None:
         """Return the times of one more prefill, with the policy's decisions timed."""
-        if self.deadline.left() < 1.2 * turn.prefill.wall_ms / 1e3:
+        if self.cell_deadline.left() < 1.2 * turn.prefill.wall_ms / 1e3:
             return None
         assert plan.policy is not None
         timed = TimedPolicy(plan.policy, self.model.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 import attrs
@@ -12,6 +12,8 @@ from kvpolicy import CachePolicy
 FULL = "full_context"
 MEASURED, SKIPPED, FAILED = "measured", "skipped", "failed"
 OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "out of time"
+# Of the tests, where there is no pytest.
+ABSENT = "absent"
 
 
 @attrs.frozen
@@ -35,7 +37,7 @@ class Cell:
         prefill_peak_bytes: The most allocated during prefill.
         decode_peak_bytes: The most allocated while decoding.
         masked_layers_prefill: Layers whose attention got a mask in prefill.
-        masked_layers_decode: The same while four tokens were decoded.
+        masked_layers_decode: The same while tokens were decoded, summed over all tokens.
         prefill_allowed: Full context over the policy by the count of operations.
         decode_allowed: Full context over the policy by the bytes that a decoded token reads.
         prefill_speedup: Median prefill of full context over this one's.
@@ -98,12 +100,19 @@ class Settings:
         new_tokens: Tokens generated, the first by the prefill.
         repeats: Counted prefills of a cell, at most.
         cell_seconds: Counted prefills of a cell together take about this long at most; one is
-            counted always.
+            counted always. If one is expected to take longer, there is no rehearsal.
+        limit_seconds: Seconds after which a cell ends, for prompts of up to 131,072 tokens; in
+            proportion more for longer ones.
     """
 
-    new_tokens: int = 256
+    new_tokens: int = 33
     repeats: int = 3
-    cell_seconds: float = 30.0
+    cell_seconds: float = 20.0
+    limit_seconds: float = 120.0
+
+    def limit_of(self, context: int) -> float:
+        """Return the seconds after which a cell with a prompt of so many tokens ends."""
+        return self.limit_seconds * max(1.0, context / 131072)
 
     def repeats_of(self, rehearsal_ms: float) -> int:
         """Return the number of measured prefills, if the rehearsal took ``rehearsal_ms``."""
@@ -121,13 +130,3 @@ class Plan:
 
     policy: CachePolicy | None
     chunk: int | None = None
-
-
-def in_order(stages: Iterable[Sequence[str]], contexts: Sequence[int]) -> list[tuple[str, int]]:
-    """Sort cells by importance: by stage, then by context length.
-
-    Example:
-        >>> in_order([("full", "fast"), ("slow",)], [8, 32])
-        [('full', 8), ('fast', 8), ('full', 32), ('fast', 32), ('slow', 8), ('slow', 32)]
-    """
-    return [(name, context) for stage in stages for context in contexts for name in stage]

@@ -11,7 +11,7 @@ import attrs
 
 from benchmarks.clocks import OutOfTimeError
 from benchmarks.common import allowed, random_prompt
-from benchmarks.compiled import Answer, Compilations, fresh_compiler, generate_compiled
+from benchmarks.compiled import Answer, Compilations, fresh_compiler, generate_timed
 from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_cells import FULL, MEASURED, Cell
 
@@ -97,15 +97,20 @@ class CompiledBench:
             cell = self.bench.attempt(
                 partial(CompiledCell, name, context),
                 self.predicted_seconds(name, context),
+                self.bench.settings.limit_of(context),
                 partial(self._measure, name, context),
             )
             self.cells.append(cell)
-            static, uncompiled = self._own(FULL, context), self._uncompiled(FULL, context)
-            self.cells[-1] = cell.against(
-                static.compiled_decode_ms if static else (),
-                uncompiled.decode_ms if uncompiled else (),
-            )
+            self.cells[-1] = self.rated(cell)
             report(self.cells[-1])
+
+    def rated(self, cell: CompiledCell) -> CompiledCell:
+        """Return a cell with its ratios to full context, as far as that was measured."""
+        static = self._own(FULL, cell.context)
+        uncompiled = self._uncompiled(FULL, cell.context)
+        return cell.against(
+            static.compiled_decode_ms if static else (), uncompiled.decode_ms if uncompiled else ()
+        )
 
     def predicted_seconds(self, name: str, context: int) -> float:
         """Predict the longest time that a cell takes, in seconds.
@@ -171,9 +176,9 @@ class CompiledBench:
         bench = self.bench
         vocab_size, room = bench.model.config.vocab_size, bench.settings.new_tokens
         prompt = random_prompt(vocab_size, context).to(bench.model.device)
-        how: dict[str, Any] = {"room": room, "deadline": bench.deadline}
+        how: dict[str, Any] = {"room": room, "deadline": bench.cell_deadline}
         try:
-            answer = generate_compiled(bench.model, prompt, bench.plans[name].policy, count, **how)
+            answer = generate_timed(bench.model, prompt, bench.plans[name].policy, count, **how)
         except OutOfTimeError:
             answer = None
         if answer is None or not answer.decode_ms:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from benchmarks.gpu_cells import MEASURED
-from benchmarks.harness import Column, Row, Table, middle
+from benchmarks.harness import Column, Row, Table, extent, middle
 
 
 def _unmeasured(row: Row) -> str | None:
     if row["status"] == MEASURED:
         return None
     return f"{row['policy']:<14}{row['context']:>7}  {row['status']}: {row['note']}"[:80]
+
+
+def _answer_token(row: Row) -> float | None:
+    return fmean(row["decode_ms"]) if row["decode_ms"] else None
+
+
+def _found(key: str) -> Callable[[Row], Any]:
+    return lambda row: row["found"].get(key)
 
 
 def _token(row: Row) -> float | None:
@@ -65,3 +75,41 @@ COMPILED_CELLS = CellTable(
     instead=_unmeasured,
     gap=True,
 )
+ANSWER_CELLS = CellTable(
+    "answers",
+    Column("generate", -14, "policy"),
+    Column("tokens", 7, "context"),
+    Column("buffers", 9, "buffers"),
+    Column("rows", 5, "batch"),
+    Column("prefill s", 10, lambda row: row["prefill_ms"] / 1e3, ".3f"),
+    Column("x", 6, "prefill_speedup", ".2f"),
+    Column("decode ms", 10, _token, ".2f"),
+    Column("x", 6, "decode_speedup", ".2f"),
+    Column("mean", 7, _answer_token, ".2f"),
+    Column("x", 6, "mean_speedup", ".2f"),
+    instead=_unmeasured,
+    gap=True,
+)
+PACKED_CELLS = CellTable(
+    "packed",
+    Column("unequal heads", -14, "policy"),
+    Column("tokens", 7, "context"),
+    Column("held", 8, _found("held"), ".1%"),
+    Column("padded", 8, _found("padded"), ".1%"),
+    Column("padded ms", 10, lambda row: middle("padded_ms")(row["found"]), ".2f"),
+    Column("packed ms", 10, lambda row: middle("packed_ms")(row["found"]), ".2f"),
+    Column("of padded", 18, lambda row: extent("of_padded")(row["found"])),
+    instead=_unmeasured,
+    gap=True,
+)
+TEST_CELLS = CellTable(
+    "tests",
+    Column("tests", -32, "policy"),
+    *(Column(each, 9, _found(each)) for each in ("passed", "failed", "skipped")),
+    instead=_unmeasured,
+    gap=True,
+)
+NOTES = """
+x: the time of full context over the policy's, with the same buffers and rows:
+above 1 a policy is faster. allowed: the most that operations, or bytes, allow.
+x static, x loop: full context compiled, and in the loop, over the policy's."""

@@ -43,8 +43,8 @@ from benchmarks.harness import (
     middle,
 )
 from benchmarks.memory import try_peak
-from benchmarks.overhead import overhead_of, overhead_table
 from benchmarks.pictures import methods_picture
+from benchmarks.scoring_time import overhead_of, overhead_table
 from kvpolicy import CachePolicy, build, registered
 from kvpolicy.evaluation import Latencies, Timing, measure_latency
 

@@ -157,12 +157,12 @@ def _speedups(rows: list[dict[str, Any]], title: str, legend: str) -> bytes:
         found = [row for row in rows if row["policy"] == name and row["prefill"]]
         return -max(found, key=lambda row: float(row["context"]))["prefill"] if found else 0.0
 
-    names = sorted(dict.fromkeys(row["policy"] for row in rows), key=rank)
+    names = sorted(dict.fromkeys(row["policy"] for row in rows), key=rank) or ["no ratio"]
     figure = new_figure(_NAME + _COLUMN * len(_PHASES) * max(len(contexts), 2), len(names))
     figure.suptitle(f"times as fast as full context: {title}", fontsize=10)
     panels = figure.subplots(1, len(_PHASES), sharey=True)
     row_axis(panels[0], names)
-    columns = [f"{context:,}" for context in contexts]
+    columns = [f"{context:,}" for context in contexts] or [""]
     for axes, (phase, words) in zip(panels, _PHASES.items(), strict=True):
         cells = [
             [

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from transformers import PreTrainedModel
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.clocks import timed
 from benchmarks.common import SMALL, TINY, random_prompt, spread
 from benchmarks.harness import (
     Benchmark,
@@ -95,18 +95,25 @@ def shares(cache: PolicyCache) -> dict[str, float]:
 
 
 def block_ms(model: PreTrainedModel, cache: PolicyCache) -> float:
-    """Return the CPU milliseconds of a decoded token, averaged over a block of tokens."""
-    token = torch.ones(1, 1, dtype=torch.int64)
-    with torch.no_grad(), cache.attached(model):
-        start = time.process_time()
+    """Return the milliseconds of a decoded token, averaged over a block of tokens.
+
+    They are the processor's; on a GPU, where the processor waits for it, those on the clock.
+    """
+    token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+
+    def block() -> None:
         for _ in range(BLOCK):
             model(token, past_key_values=cache)
-        return 1e3 * (time.process_time() - start) / BLOCK
+
+    with torch.no_grad(), cache.attached(model):
+        _, interval = timed(model.device, block)
+    return (interval.wall_ms if model.device.type == "cuda" else interval.cpu_ms) / BLOCK
 
 
 def row_of(model: PreTrainedModel, context: int, rate: float, rounds: int) -> Row:
     """Return the results at one rate, on a model with random weights."""
-    packed = read(model, random_prompt(model.config.vocab_size, context), rate)
+    prompt = random_prompt(model.config.vocab_size, context).to(model.device)
+    packed = read(model, prompt, rate)
     row = {"model": "random", "context": context, "rate": rate, **shares(packed)}
     caches = {"padded": padded(packed), "packed": packed}
     turns = {name: partial(block_ms, model, cache) for name, cache in caches.items()}

@@ -310,14 +310,17 @@ def check_analyze(command: list[str]) -> None:
 
 
 def check_gpu(command: list[str]) -> None:
+    """Every cell of the line's methods and parts was measured, and nothing else."""
     record = json.loads((Path(value(command, "--out")) / "gpu.json").read_text())
-    known = [name for stage in gpu.STAGES for name in stage]
-    asked = value(command, "--policies").split(",") if "--policies" in command else known
+    jobs = gpu.options_of(command[2:]).jobs
     assert record["complete"] is True
-    assert sorted(cell["policy"] for cell in record["cells"]) == sorted(asked)
-    assert {cell["status"] for cell in record["cells"]} == {"measured"}
-    compiled = [] if "--no-compiled" in command else list(gpu.COMPILED)
-    assert [cell["policy"] for cell in record["compiled"]] == compiled
+    for part in gpu.PARTS:
+        rows = record[part]
+        assert sorted((row["policy"], row["context"]) for row in rows) == sorted(
+            (job.policy, job.context) for job in jobs if job.part == part
+        )
+        assert {row["status"] for row in rows} <= {"measured"}
+    assert {"full_context", "fastkv"} <= {cell["policy"] for cell in record["cells"]}
     for cell in record["cells"]:
         assert cell["prefill_ms"]
         assert cell["decode_ms"]

@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks import clocks, compiled, gpu
 from benchmarks.clocks import Deadline, OutOfTimeError
-from benchmarks.compiled import Compilations, TokenClock, generate_compiled
+from benchmarks.compiled import Compilations, TokenClock, generate_timed
 from kvpolicy.integrations.transformers import PolicyCache
 from tests.benchmarks.test_turns import layer_hooks, prompt
 from tests.reference import tiny_model
@@ -29,9 +29,9 @@ def model() -> Iterator[PreTrainedModel]:
 def test_tokens_are_those_of_an_uncompiled_generate(model: PreTrainedModel, name: str) -> None:
     policy, given = POLICIES[name], prompt(43)
     before = Compilations.so_far()
-    warm_up = generate_compiled(model, given, policy, 5, room=9)
+    warm_up = generate_timed(model, given, policy, 5, room=9)
     warm = Compilations.so_far()
-    answer = generate_compiled(model, given, policy, 9, room=9)
+    answer = generate_timed(model, given, policy, 9, room=9)
     assert warm.since(before).graphs == 1  # the prompt is not compiled, nor what is seen twice
     assert Compilations.so_far() == warm
     cache: Any = DynamicCache(config=model.config) if policy is None else PolicyCache(policy)
@@ -67,7 +67,7 @@ def test_a_token_is_from_one_reading_of_the_clock_to_the_next(
 def test_a_deadline_is_asked_by_layers_of_the_prompt_and_by_tokens(model: PreTrainedModel) -> None:
     asked = count()
     deadline = Deadline(1e9, lambda: float(next(asked)))
-    generate_compiled(model, prompt(43), None, 6, room=6, deadline=deadline)
+    generate_timed(model, prompt(43), None, 6, room=6, deadline=deadline)
     assert next(asked) == 1 + (1 + 4 + 6)  # when made; the prompt's start, 4 layers, 6 tokens
     assert layer_hooks(model) == 0
 
@@ -77,15 +77,15 @@ def test_a_deadline_ends_a_prefill(model: PreTrainedModel, name: str) -> None:
     asked = iter(range(100))
     deadline = Deadline(3.5, lambda: float(next(asked)))  # the prompt's start and two layers
     with pytest.raises(OutOfTimeError):
-        generate_compiled(model, prompt(43), POLICIES[name], 6, room=6, deadline=deadline)
+        generate_timed(model, prompt(43), POLICIES[name], 6, room=6, deadline=deadline)
     assert layer_hooks(model) == 0
-    assert generate_compiled(model, prompt(43), POLICIES[name], 6, room=6).tokens.shape == (1, 6)
+    assert generate_timed(model, prompt(43), POLICIES[name], 6, room=6).tokens.shape == (1, 6)
 
 
 def test_a_deadline_ends_decoding_between_tokens(model: PreTrainedModel) -> None:
     asked = iter(range(100))
     deadline = Deadline(7.5, lambda: float(next(asked)))  # start, 4 layers, then tokens at 6, 7, 8
-    answer = generate_compiled(model, prompt(43), None, 50, room=50, deadline=deadline)
+    answer = generate_timed(model, prompt(43), None, 50, room=50, deadline=deadline)
     assert (answer.tokens.shape, len(answer.decode_ms)) == ((1, 3), 2)
 
 

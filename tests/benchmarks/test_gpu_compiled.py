@@ -32,7 +32,7 @@ def compiled_bench(
     **how: Any,
 ) -> CompiledBench:
     """A bench whose answers are ``generate``'s, behind uncompiled cells that are ``done``."""
-    monkeypatch.setattr(gpu_compiled, "generate_compiled", generate)
+    monkeypatch.setattr(gpu_compiled, "generate_timed", generate)
     inner = bench(monkeypatch, gpu_bench.take_turn, **how)
     inner.cells += done or []
     return CompiledBench(inner)
@@ -206,12 +206,13 @@ def test_the_file_is_written_after_every_compiled_cell(
         return answer(1.0, *[1.0] * (new_tokens - 1))
 
     monkeypatch.setattr(gpu_bench, "take_turn", lambda *_, **__: turn(10.0, 1.0, 1.0, 1.0))
-    monkeypatch.setattr(gpu_compiled, "generate_compiled", generate)
+    monkeypatch.setattr(gpu_compiled, "generate_timed", generate)
+    parts = ["--parts", "cells,compiled"]
     with pytest.raises(KeyboardInterrupt):
-        gpu.main([*QUICK, "--contexts", "16", "--out", str(tmp_path)])
+        gpu.main([*QUICK, *parts, "--contexts", "16", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["complete"] is False
-    assert len(found["cells"]) == sum(map(len, gpu.STAGES))
+    assert [cell["policy"] for cell in found["cells"]] == list(gpu.MAIN)
     assert [(cell["policy"], cell["context"]) for cell in found["compiled"]] == [
         ("full_context", 16)
     ]

@@ -1,6 +1,9 @@
 """The GPU benchmark on a tiny model and the CPU: its file, its order, and what may go wrong."""
 
 import json
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -11,24 +14,19 @@ import attrs
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_bench
+from benchmarks import gpu, gpu_answers, gpu_bench
 from benchmarks.clocks import Deadline, Interval, OutOfTimeError, TimedPolicy
+from benchmarks.gpu_answers import AnswerBench
 from benchmarks.gpu_bench import Bench
-from benchmarks.gpu_cells import Cell, Settings, in_order
+from benchmarks.gpu_cells import Cell, Settings
 from benchmarks.gpu_compiled import CompiledCell
 from benchmarks.turns import GPUMemory, Turn
 from kvpolicy import CachePolicy
 
 QUICK = ["--quick", "--threads", "1"]
-ORDER = [
-    *[("full_context", 256), ("fastkv", 256), ("full_context", 512), ("fastkv", 512)],
-    *[("snapkv", 256), ("gem_filter", 256), ("streaming_llm", 256)],
-    *[("snapkv", 512), ("gem_filter", 512), ("streaming_llm", 512)],
-    *[("full_chunks", 256), ("fastkv_chunks", 256), ("snapkv_chunks", 256)],
-    *[("full_chunks", 512), ("fastkv_chunks", 512), ("snapkv_chunks", 512)],
-    *[("pyramid_infer", 256), ("pyramid_infer", 512), ("h2o", 256), ("h2o", 512)],
-]
-COMPILED = [(name, context) for context in (256, 512) for name in gpu.COMPILED]
+JOBS = gpu.jobs_of([256, 512])
+ORDER = [(job.policy, job.context) for job in JOBS if job.part == "cells"]
+COMPILED = [(job.policy, job.context) for job in JOBS if job.part == "compiled"]
 FULL = ("full_context", "full_chunks")
 NUMBER = (int, float)
 SCHEMA: dict[str, Any] = {
@@ -77,10 +75,23 @@ COMPILED_SCHEMA: dict[str, Any] = {
 }
 
 
+TESTS = """
+import pytest
+def test_one(): pass
+def test_other(): assert not "so"
+@pytest.mark.skip
+def test_last(): pass
+"""
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quick")
-    gpu.main([*QUICK, "--out", str(folder)])
+    tests = tmp_path_factory.mktemp("tests") / "test_three.py"
+    tests.write_text(TESTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_answers, "RUN", (str(tests), "-c", os.devnull))
+        gpu.main([*QUICK, "--out", str(folder)])
     return folder
 
 
@@ -91,8 +102,8 @@ def record(quick: Path) -> dict[str, Any]:
 
 
 def test_record_has_machine_versions_and_settings(record: dict[str, Any]) -> None:
-    head = ["benchmark", "complete", "settings", "versions", "machine"]
-    assert list(record) == [*head, "cells", "compiled"]
+    head = ["benchmark", "complete", "unfinished", "settings", "versions", "machine"]
+    assert list(record) == [*head, "cells", "answers", "compiled", "packed", "tests"]
     assert record["complete"] is True
     assert record["versions"]["torch"] == torch.__version__
     assert {"processor", "cpus", "threads", "device"} <= record["machine"].keys()
@@ -112,6 +123,8 @@ def test_cells_follow_the_schema(record: dict[str, Any]) -> None:
     for cell in record["cells"]:
         assert list(cell) == list(SCHEMA)
         absent = ON_GPU_ONLY | (OF_POLICIES_ONLY if cell["policy"] in FULL else set())
+        if cell["context"] == 4 * 512:  # too many tokens for full context
+            absent = absent | {"prefill_speedup", "decode_speedup", "generate_speedup"}
         for name, kind in SCHEMA.items():
             assert cell[name] is None if name in absent else isinstance(cell[name], kind), name
         assert cell["status"] == "measured"
@@ -138,7 +151,7 @@ def test_compiled_cells_come_last_and_follow_their_schema(record: dict[str, Any]
         # Compiling was in the warm-up, and nothing of it in the tokens that count.
         assert 0 < sum(cell["compiled_decode_ms"]) < cell["compile_ms"]
     settings = record["settings"]["compiled"]
-    assert list(settings["policies"]) == list(gpu.COMPILED)
+    assert set(settings["policies"]) == {name for name, _ in COMPILED}
     assert settings["policies"]["full_context"] == "StaticCache"
     assert settings["policies"]["fastkv"] == record["settings"]["policies"]["fastkv"]
     assert settings["config"]["backend"] == "eager"
@@ -157,9 +170,74 @@ def test_ratios_of_compiled_cells_are_to_both_kinds_of_full_context(record: dict
             assert cell["decode_allowed"] == loops[name, context]["decode_allowed"]
 
 
+def test_answers_have_both_kinds_of_buffers_and_their_ratios(record: dict[str, Any]) -> None:
+    places = ("policy", "context", "buffers", "batch")
+    assert [tuple(row[key] for key in places) for row in record["answers"]] == [
+        job.place for job in JOBS if job.part == "answers"
+    ]
+    rows = {tuple(row[key] for key in places): row for row in record["answers"]}
+    for (_, *place), row in rows.items():
+        assert (row["status"], row["note"], len(row["decode_ms"])) == ("measured", "", 3)
+        full = rows["full_context", *place]
+        assert row["prefill_speedup"] == pytest.approx(full["prefill_ms"] / row["prefill_ms"])
+        token = median(full["decode_ms"]) / median(row["decode_ms"])
+        assert row["decode_speedup"] == pytest.approx(token)
+        assert row["mean_speedup"] == pytest.approx(sum(full["decode_ms"]) / sum(row["decode_ms"]))
+
+
+def test_packed_heads_and_tests_are_recorded(record: dict[str, Any]) -> None:
+    assert [row["policy"] for row in record["packed"]] == ["adakv 0.02", "adakv 0.1"]
+    for row in record["packed"]:
+        assert row["found"]["kept"] <= row["found"]["held"] <= row["found"]["padded"]
+        assert len(row["found"]["packed_ms"]) == gpu_answers.ROUNDS
+    (row,) = record["tests"]
+    (failure,) = row["found"]["failures"]
+    assert row["found"] == {"passed": 1, "failed": 1, "skipped": 1, "failures": [failure]}
+    assert "test_other" in failure
+
+
+def extras(monkeypatch: pytest.MonkeyPatch, *run: str, seconds: float = 60.0) -> AnswerBench:
+    monkeypatch.setattr(gpu_answers, "RUN", run)
+    spec, _ = gpu.PRESETS["tiny"]
+    settings = Settings(limit_seconds=seconds)
+    return AnswerBench(Bench(spec.build(), gpu.plans_for(spec), settings, Deadline(1e9)))
+
+
+def test_tests_that_cannot_run_are_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "test_slow.py").write_text("import time\ndef test_slow(): time.sleep(60)\n")
+    late = extras(monkeypatch, str(tmp_path), "-c", os.devnull, seconds=1.0).tests()
+    assert (late.status, late.note) == ("out of time", "tests stopped after 1 s")
+    nothing = extras(monkeypatch, str(tmp_path / "nowhere"), "-c", os.devnull).tests()
+    assert nothing.status == "failed"
+    assert "nowhere" in nothing.note
+    monkeypatch.setattr(gpu_answers, "find_spec", lambda name: None)
+    absent = extras(monkeypatch).tests()
+    assert (absent.status, absent.note) == ("absent", "skipped, since there is no pytest")
+
+
+def test_the_tests_of_a_gpu_need_no_more_than_pytest() -> None:
+    """They are found without the packages that other tests need, and without an installation."""
+    blocked = "import sys; sys.modules['hypothesis'] = None; "
+    command = [sys.executable, "-c", blocked + gpu_answers.PYTEST, "--collect-only", "-q"]
+    root = Path(gpu.__file__).parents[1]
+    ran = subprocess.run(
+        [*command, *gpu_answers.RUN],
+        cwd=root,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "test_keeps_and_says_what_the_cpu_does" in ran.stdout
+
+
 def test_ratios_are_those_of_the_times_beside_them(record: dict[str, Any]) -> None:
     cells = {(cell["policy"], cell["context"]): cell for cell in record["cells"]}
-    for (_, context), cell in cells.items():
+    for (name, context), cell in cells.items():
+        if ("full_context", context) not in cells:  # of chunks alone
+            assert (name, cell["prefill_speedup"]) in [(each, None) for each in gpu.CHUNKED]
+            continue
         full = cells["full_context", context]
         prefill = median(full["prefill_ms"]) / median(cell["prefill_ms"])
         assert cell["prefill_speedup"] == pytest.approx(prefill)
@@ -199,16 +277,19 @@ def test_table_has_a_line_for_each_cell_and_fits(
     quick: Path, record: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu.main([*QUICK, "--show", str(quick / "gpu.json")])
-    cells, compiled = capsys.readouterr().out.strip("\n").split("\n\n")
-    lines = [line for line in cells.splitlines() if "masks" not in line]
-    assert lines[0].split()[:2] == ["policy", "tokens"]
-    assert [(line.split()[0], int(line.split()[1])) for line in lines[1:]] == sorted(
-        ORDER, key=lambda cell: cell[1]
-    )
-    compiled_lines = compiled.splitlines()
-    assert compiled_lines[0].split()[:2] == ["compiled", "tokens"]
-    assert [(line.split()[0], int(line.split()[1])) for line in compiled_lines[1:]] == COMPILED
-    assert max(map(len, lines + compiled_lines)) <= 80
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    tables = [each.splitlines() for each in shown.strip("\n").split("\n\n")]
+    assert [table[0].split()[0] for table in tables] == [
+        *("policy", "generate", "compiled", "unequal", "tests", "x:"),
+    ]
+    for part, table in zip(gpu.PARTS, tables, strict=False):
+        lines = [line.split() for line in table[1:] if "masks" not in line]
+        assert len(lines) == len(record[part])
+        if part in ("cells", "compiled"):
+            assert [(line[0], int(line[1])) for line in lines] == sorted(
+                ((row["policy"], row["context"]) for row in record[part]), key=lambda row: row[1]
+            )
     assert json.loads((quick / "gpu.json").read_text()) == record  # showing measures nothing
     assert (quick / "gpu.png").read_bytes().startswith(b"\x89PNG")
 
@@ -282,7 +363,7 @@ def test_a_cell_is_warmed_up_rehearsed_repeated_and_scored(monkeypatch: pytest.M
         return turn(100.0 + len(taken), *[1.0 * len(taken)] * (new_tokens - 1))
 
     found = run(bench(monkeypatch, take, new_tokens=7, repeats=2), ("snapkv", 600), ("snapkv", 700))
-    one_cell = [(5, False, True), (7, False, False), (1, False, False), (1, True, False)]
+    one_cell = [(7, False, True), (7, False, False), (1, False, False), (1, True, False)]
     assert taken == [
         (512, 4, False, False),  # once for a policy, short
         *((600, *each) for each in one_cell),
@@ -370,8 +451,8 @@ def test_what_does_not_fit_the_time_is_skipped(monkeypatch: pytest.MonkeyPatch) 
 
     settings = {"new_tokens": 3, "repeats": 1}
     cells = [("full_context", 8), ("full_context", 16), ("full_context", 32), ("snapkv", 8)]
-    # Warm-up 1 + 3, then rehearsals of 4 tokens and runs of 2: 5 + 3 and 8 + 6.
-    spent = 4 + (5 + 3) + (8 + 6)
+    # Warm-up 1 + 3, then rehearsals and runs of 2 tokens after the first: 3 + 3 and 6 + 6.
+    spent = 4 + (3 + 3) + (6 + 6)
     fits = bench(monkeypatch, take, seconds=spent + 36, clock=clock, **settings)
     assert [cell.status for cell in run(fits, *cells[:3])] == ["measured"] * 3
     clock.now = 0.0
@@ -400,9 +481,9 @@ def test_time_that_ends_in_a_cell_keeps_what_was_measured(monkeypatch: pytest.Mo
 
 def test_a_rehearsal_counts_where_time_allows_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def take(model: Any, prompt: Any, policy: Any, new_tokens: int, **rest: Any) -> Turn:
-        if new_tokens == 9:
+        if new_tokens == 9 and rest["masks"] is None:
             raise OutOfTimeError
-        return turn(10.0, *[2.0] * (new_tokens - 1))
+        return turn(10.0, *[2.0] * min(4, new_tokens - 1))
 
     (cell,) = run(bench(monkeypatch, take, new_tokens=9), ("full_context", 16))
     assert (cell.status, cell.rehearsal_ms) == ("measured", 10.0)
@@ -445,7 +526,7 @@ def test_time_that_ends_in_the_first_prefill_is_recorded(monkeypatch: pytest.Mon
 def test_the_file_is_written_after_every_cell(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A run that is killed in its third cell leaves two."""
+    """A run that is killed at the second length leaves the first."""
     contexts: list[int] = []
 
     def take(model: Any, prompt: Any, policy: Any, new_tokens: int, **_: Any) -> Turn:
@@ -456,49 +537,218 @@ def test_the_file_is_written_after_every_cell(
 
     monkeypatch.setattr(gpu_bench, "take_turn", take)
     with pytest.raises(KeyboardInterrupt):
-        gpu.main([*QUICK, "--out", str(tmp_path)])
+        gpu.main([*QUICK, "--parts", "cells", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["complete"] is False
-    assert [(cell["policy"], cell["context"]) for cell in found["cells"]] == ORDER[:2]
+    assert [(cell["policy"], cell["context"]) for cell in found["cells"]] == ORDER[:8]
+    assert ORDER[8] == ("full_context", 512)
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "compiled"),
-    [
-        ([], list(gpu.COMPILED)),
-        (["--policies", "snapkv_bounded,snapkv_chunks"], ["snapkv_bounded"]),
-        (["--policies", "h2o,full_context,snapkv"], ["full_context", "snapkv", "h2o"]),
-        (["--policies", "fastkv"], ["fastkv"]),
-        (["--no-compiled"], []),
-        (["--no-compiled", "--policies", "fastkv"], []),
-    ],
-)
-def test_what_is_compiled_is_asked_for(arguments: list[str], compiled: list[str]) -> None:
-    assert gpu.options_of([*QUICK, *arguments]).compiled == compiled
-
-
-def test_without_compiling_a_run_is_complete_and_has_one_table(
+def test_of_few_parts_a_run_is_complete_and_has_one_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_bench, "take_turn", lambda *_, **__: turn(10.0, 1.0))
-    few = ["--policies", "full_context", "--contexts", "16"]
-    gpu.main([*QUICK, *few, "--no-compiled", "--out", str(tmp_path)])
+    few = ["--policies", "full_context", "--contexts", "16", "--parts", "cells"]
+    gpu.main([*QUICK, *few, "--out", str(tmp_path)])
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert (found["complete"], found["compiled"]) == (True, [])
-    assert found["settings"]["compiled"]["policies"] == {}
-    assert "compiled" not in capsys.readouterr().out
+    assert (found["complete"], found["compiled"], found["answers"]) == (True, [], [])
+    shown = capsys.readouterr().out
+    assert "generate" not in shown
+    assert "compile s" not in shown
+    assert "above 1 a policy is faster" in shown
 
 
-def test_real_run_puts_fastkv_and_full_context_first() -> None:
-    order = in_order(gpu.STAGES, [8192, 32768, 131072])
-    assert set(order[:6]) == {
-        (name, length) for name in ("full_context", "fastkv") for length in (8192, 32768, 131072)
+def test_what_matters_most_comes_first() -> None:
+    lengths = [2048, 8192, 32768, 131072]
+    jobs = gpu.jobs_of(lengths)
+    assert len(set(map(str, jobs))) == len(jobs)
+    assert {job.part for job in jobs} == set(gpu.PARTS)
+    first = jobs[: 3 * len(gpu.MAIN)]
+    assert [(job.policy, job.context) for job in first] == [
+        (name, length) for length in lengths[:3] for name in gpu.MAIN
+    ]
+    # A policy's ratios need full context, which comes before it everywhere.
+    for job in jobs:
+        if job.part in ("answers", "compiled") or job.policy in gpu.MAIN:
+            full = attrs.evolve(job, policy="full_context")
+            assert jobs.index(full) <= jobs.index(job)
+    assert {job.policy for job in jobs if job.part in gpu.PARTS[:3]} == set(
+        gpu.plans_for(gpu.LLAMA)
+    )
+    assert {job.batch for job in jobs} == {1, 8}
+    assert {job.context for job in jobs if job.policy == "fastkv_chunks"} == {131072, 524288}
+
+
+# Starts that go on where another ended.
+
+CELLS_OF = ["--policies", "full_context,snapkv", "--contexts", "16", "--parts", "cells"]
+
+
+def start(folder: Path, *arguments: str) -> dict[str, Any]:
+    gpu.main([*QUICK, *CELLS_OF, "--out", str(folder), *arguments])
+    found: dict[str, Any] = json.loads((folder / "gpu.json").read_text())
+    return found
+
+
+def killed_in(policy: str | None, taken: list[str]) -> Take:
+    """Turns of which that of a policy ends the process."""
+
+    def take(model: Any, prompt: Any, given: Any, new_tokens: int, **_: Any) -> Turn:
+        name = "full_context" if given is None else "snapkv"
+        taken.append(name)
+        if name == policy:
+            raise KeyboardInterrupt
+        return turn(10.0, *[1.0] * (new_tokens - 1))
+
+    return take
+
+
+def test_a_second_start_goes_on_where_the_first_was_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(gpu_bench, "take_turn", killed_in("snapkv", taken))
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path)
+    first = json.loads((tmp_path / "gpu.json").read_text())
+    assert first["unfinished"] == {"cells/snapkv/16/1": 1}
+    assert [cell["policy"] for cell in first["cells"]] == ["full_context"]
+    taken.clear()
+    monkeypatch.setattr(gpu_bench, "take_turn", killed_in(None, taken))
+    second = start(tmp_path)
+    assert set(taken) == {"snapkv"}
+    assert second["cells"][0] == first["cells"][0]
+    assert (second["complete"], second["unfinished"]) == (True, {})
+    # The ratio is to what the first start has measured.
+    assert second["cells"][1]["prefill_speedup"] == 1.0
+    taken.clear()
+    assert start(tmp_path) == second
+    assert not taken
+
+
+def test_full_context_that_is_measured_last_gives_the_ratios_of_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first start has time for the policy alone, which is faster."""
+    clock = Clock()
+    monkeypatch.setattr(gpu.time, "monotonic", clock)
+
+    def take(model: Any, prompt: Any, policy: Any, new_tokens: int, **how: Any) -> Turn:
+        seconds = 10.0 if policy is None else 1.0
+        clock.now += seconds * (prompt.shape[1] / 16) ** 2
+        how["deadline"].check()
+        return turn(1e3 * seconds, *[seconds] * (new_tokens - 1))
+
+    monkeypatch.setattr(gpu_bench, "take_turn", take)
+    how = ["--contexts", "16,32", "--repeats", "1"]
+    first = start(tmp_path, *how, "--minutes", "1")
+    statuses = {(row["policy"], row["context"]): row["status"] for row in first["cells"]}
+    assert statuses["full_context", 32] == "skipped"
+    assert statuses["snapkv", 32] == "measured"
+    second = start(tmp_path, *how, "--minutes", "60")
+    assert second["complete"] is True
+    ratios = {(row["policy"], row["context"]): row["prefill_speedup"] for row in second["cells"]}
+    assert ratios == {
+        (name, length): speed
+        for name, speed in (("full_context", 1.0), ("snapkv", 10.0))
+        for length in (16, 32)
     }
-    assert order[-1] == ("h2o", 131072)
-    assert len(order) == len(set(order))
-    compiled = {(name, length) for name in gpu.COMPILED for length in (8192, 32768, 131072)}
-    assert {name for name, _ in compiled.union(order)} == set(gpu.plans_for(gpu.LLAMA))
+
+
+def test_a_cell_that_is_killed_twice_has_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(gpu_bench, "take_turn", killed_in("full_context", taken))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path)
+    third = start(tmp_path)
+    assert [cell["status"] for cell in third["cells"]] == ["failed", "measured"]
+    assert third["cells"][0]["note"] == "the process ended in it 2 times"
+    assert (third["complete"], third["unfinished"]) == (True, {})
+    assert list(third["cells"][0]) == list(SCHEMA)
+
+
+def test_three_starts_of_a_few_minutes_give_one_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A turn takes 20 s, so that a cell of 6 takes 2 minutes: the third begins with one left."""
+    clock = Clock()
+    monkeypatch.setattr(gpu.time, "monotonic", clock)
+
+    def take(*given: Any, deadline: Deadline, **_: Any) -> Turn:
+        deadline.check()
+        clock.now += 20.0
+        return turn(10.0, *[1.0] * (given[3] - 1))
+
+    monkeypatch.setattr(gpu_bench, "take_turn", take)
+    lengths = ["--contexts", "16,17", "--minutes", "4"]
+    first = start(tmp_path, *lengths)
+    statuses = [[row["status"] for row in first["cells"]]]
+    while not first["complete"] and len(statuses) < 5:
+        first = start(tmp_path, *lengths)
+        statuses.append([row["status"] for row in first["cells"]])
+    done = [row.count("measured") for row in statuses]
+    assert done == sorted(done)
+    assert (len(statuses), done[-1]) == (2, 4)
+    assert "skipped" in statuses[0]
+    places = [(row["policy"], row["context"]) for row in first["cells"]]
+    assert sorted(places) == sorted(
+        (name, length) for name in ("full_context", "snapkv") for length in (16, 17)
+    )
+    assert first["unfinished"] == {}
+
+
+def test_a_cell_that_exceeds_its_limit_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(gpu.time, "monotonic", clock)
+
+    def take(model: Any, prompt: Any, policy: Any, new_tokens: int, **how: Any) -> Turn:
+        if policy is None:
+            assert 119.0 < how["deadline"].left() <= 120.0
+            clock.now += 121.0
+            how["deadline"].check()
+        return turn(10.0, *[1.0] * (new_tokens - 1))
+
+    monkeypatch.setattr(gpu_bench, "take_turn", take)
+    found = start(tmp_path)
+    assert [cell["status"] for cell in found["cells"]] == ["out of time", "measured"]
+    assert found["complete"] is True
+    assert Settings().limit_of(524288) == 4 * Settings().limit_of(131072) == 480.0
+
+
+def test_other_settings_are_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu_bench, "take_turn", lambda *_, **__: turn(10.0, 1.0, 1.0, 1.0))
+    before = start(tmp_path)
+    with pytest.raises(ValueError, match="of other settings.*differs in new_tokens.*--again"):
+        start(tmp_path, "--new-tokens", "7")
+    assert json.loads((tmp_path / "gpu.json").read_text()) == before
+    assert start(tmp_path, "--new-tokens", "7", "--again")["settings"]["new_tokens"] == 7
+
+
+def test_a_prompt_that_takes_long_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[int, int]] = []
+
+    def take(model: Any, prompt: Any, policy: Any, new_tokens: int, **_: Any) -> Turn:
+        taken.append((prompt.shape[1], new_tokens))
+        return turn(1e3 * prompt.shape[1], *[1.0] * (new_tokens - 1))
+
+    subject = bench(monkeypatch, take, new_tokens=3, repeats=1)
+    run(subject, ("fastkv_chunks", 8))
+    assert subject.predicted_seconds("fastkv_chunks", 32) == 8 * 16 + 0.003
+    taken.clear()
+    (cell,) = run(subject, ("fastkv_chunks", 32))
+    assert taken == [(32, 3)]
+    assert (cell.note, cell.prefill_ms, cell.scoring_ms) == (
+        *("read once, without a rehearsal", (32e3,)),
+        None,
+    )
 
 
 def test_llama_has_the_published_shape_and_the_papers_layers() -> None:
@@ -520,6 +770,7 @@ def test_llama_has_the_published_shape_and_the_papers_layers() -> None:
     ("arguments", "message"),
     [
         (["--policies", "fastkv,snap"], "--policies must be among full_context"),
+        (["--parts", "cells,loops"], "--parts must be among cells, answers"),
         (["--minutes", "0"], "--minutes must be above 0"),
         (["--new-tokens", "1"], "at least 2"),
         (["--contexts", "0"], "at least 1"),

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import memory, methods
 from benchmarks.common import BASELINE, ModelSpec, random_prompt
-from benchmarks.overhead import overhead_table, timed_storing
+from benchmarks.scoring_time import overhead_table, timed_storing
 from benchmarks.turns import take_turn
 from kvpolicy import registered
 from kvpolicy.evaluation import Phase, Timing
