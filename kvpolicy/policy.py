@@ -259,19 +259,17 @@ class CachePolicy:
         Args:
             context: The layer.
             remembered: Whether later layers read its saliency; see `remembered_layers`.
-            checks: Collects the conditions on tensors that the parts returned, for the caller to
-                check later with `DeferredChecks.look`; until then the decision may be wrong, and
-                indices out of range. None to check at once.
-            saliency: The layer's saliency, if the caller has computed it already; None to ask the
-                scorer.
+            checks: Collects the conditions on what the parts returned, for the caller to check
+                with `DeferredChecks.look`; indices may be wrong until then. None to check at once.
+            saliency: The layer's saliency, if it is known; None to ask the scorer.
 
         Raises:
             TypeError: ``context`` is no `LayerContext`; or a part returned no tensor, or a saliency
                 that is not of floats.
             ShapeError: A part returned a tensor of the wrong shape.
-            ValueError: A saliency is not a number (NaN).
-            ValueError: Indices are not ascending, unique and in range; or their number differs from
-                the selector's `KVSelector.kept_counts`; or the last token is not passed on.
+            ValueError: A saliency is NaN; or indices are not ascending, unique and in range; or
+                their number differs from the selector's `KVSelector.kept_counts`; or the last token
+                is not passed on.
         """
         if not isinstance(context, LayerContext):
             check_kind("context", context, LayerContext)
@@ -299,38 +297,35 @@ class CachePolicy:
             own, state = updated(later, context, checks)
             saliency = own if later == self.scorer else saliency
         if needed and saliency is None:
-            assert self.scorer is not None
-            saliency = saliency_of(self.scorer, context, checks, tested=self.is_tested(self.scorer))
+            saliency = self._saliency(context, checks)
         kept = undecided = counts = None
         if self.decides_later:
             undecided = DeferredLayer.of(context, saliency if selects else None)
         else:
-            kept, counts = kept_by(
-                self.selector, saliency, context, checks, tested=self.is_tested(self.selector)
-            )
-        passed = None
-        if propagates:
-            passed = passed_on_by(
-                self.propagation,
-                saliency,
-                context,
-                checks,
-                tested=self.is_tested(self.propagation),
-            )
+            tested = self.is_tested(self.selector)
+            kept, counts = kept_by(self.selector, saliency, context, checks, tested=tested)
+        passed = self._passed_on(context, checks, saliency) if propagates else None
         return Decision(kept, passed, state, saliency, undecided, counts)
+
+    def _saliency(self, context: LayerContext, checks: DeferredChecks) -> Tensor:
+        assert self.scorer is not None
+        return saliency_of(self.scorer, context, checks, tested=self.is_tested(self.scorer))
+
+    def _passed_on(
+        self, context: LayerContext, checks: DeferredChecks, saliency: Tensor | None
+    ) -> Tensor | None:
+        tested = self.is_tested(self.propagation)
+        return passed_on_by(self.propagation, saliency, context, checks, tested=tested)
 
     def score(self, context: LayerContext) -> Tensor:
         """Compute a layer's saliency only because later layers read it; no tokens are chosen.
 
         Raises:
-            TypeError: See `decide`.
-            ShapeError: See `decide`.
-            ValueError: See `decide`.
+            ValueError: See `decide`, as for its other errors.
         """
-        assert self.scorer is not None
         checks = DeferredChecks()
         with torch.autocast(context.keys.device.type, enabled=False):
-            saliency = saliency_of(self.scorer, context, checks, tested=self.is_tested(self.scorer))
+            saliency = self._saliency(context, checks)
         checks.look()
         return saliency
 
@@ -344,9 +339,7 @@ class CachePolicy:
             For each layer ``[batch, kv_heads, kept_len]``; see `Decision`.
 
         Raises:
-            TypeError: See `decide`.
-            ShapeError: See `decide`.
-            ValueError: See `decide`.
+            ValueError: See `decide`, as for its other errors.
         """
         if not layers:
             return []
@@ -366,26 +359,15 @@ class CachePolicy:
             saliency: Its saliency, if the caller has computed it already; None to ask the scorer.
 
         Raises:
-            TypeError: See `decide`.
-            ShapeError: See `decide`.
-            ValueError: See `decide`.
+            ValueError: See `decide`, as for its other errors.
         """
         assert self.propagation.restarts
         assert self._acts_at(context)
         checks = DeferredChecks()
         with torch.autocast(context.keys.device.type, enabled=False):
             if self.propagation.needs_saliency and saliency is None:
-                assert self.scorer is not None
-                saliency = saliency_of(
-                    self.scorer, context, checks, tested=self.is_tested(self.scorer)
-                )
-            passed = passed_on_by(
-                self.propagation,
-                saliency,
-                context,
-                checks,
-                tested=self.is_tested(self.propagation),
-            )
+                saliency = self._saliency(context, checks)
+            passed = self._passed_on(context, checks, saliency)
         checks.look()
         return passed
 
@@ -413,16 +395,14 @@ class CachePolicy:
         Args:
             part: The policy's scorer, selector or propagation policy.
         """
-        known = self._tested
-        if id(part) not in known:
-            known[id(part)] = is_tested(part)
-        return known[id(part)]
-
-    @functools.cached_property
-    def _tested(self) -> dict[int, bool]:
-        return {}  # by the id of the part
+        return id(part) in self._tested
 
     # Declarations of the parts, which are frozen: asked for once, and not at every layer.
+
+    @functools.cached_property
+    def _tested(self) -> frozenset[int]:
+        parts = (self.scorer, self.selector, self.propagation)
+        return frozenset(id(each) for each in parts if each is not None and is_tested(each))
 
     @functools.cached_property
     def _acting_layers(self) -> dict[int, frozenset[int]]:

@@ -94,8 +94,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
         ``slots`` returns their keys, values and positions in ascending order of position.
         """
-        self.held = None
-        self.behind = lambda: self._hold(*slots(), room=0)
+        self.held, self.behind = None, lambda: self._hold(*slots(), room=0)
 
     @property
     def keys(self) -> Tensor | None:
