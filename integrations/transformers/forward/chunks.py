@@ -175,9 +175,10 @@ class InPrompt(AtQueries):
         """Build the `LayerContext` that the policy gets of a layer; see `AtQueries.observe`."""
         layer, policy = at.layers[index], at.policy
         queries, new_valid = self.shown(at, index, inputs.queries)
-        # Layers with windows hold not all of a prompt in chunks; see `chunk_windows`.
-        new_valid = new_valid[:, -inputs.keys.shape[2] :]
-        queries = queries[:, :, max(queries.shape[2] - new_valid.shape[1], 0) :]
+        held = inputs.keys.shape[2]
+        if held < new_valid.shape[1]:  # behind a window in a prompt in chunks; see `chunk_windows`
+            new_valid = new_valid[:, -held:]
+            queries = queries[:, :, max(queries.shape[2] - held, 0) :]
         positions = at.masks.positions(layer, inputs.keys.shape[1], inputs.keys.device)
         return layer_context(
             index,
