@@ -86,18 +86,19 @@ class Packed(StoredKV):
         kept = kept.expand(-1, heads, -1).reshape(batch * heads, width)
         counts = (kept >= 0).sum(dim=1).tolist() if counts is None else counts
         lengths, total = on_device(counts, kept.device), sum(counts)
-        # `nonzero` is not used, since it waits for the device to count.
-        each = torch.arange(len(counts), device=kept.device)
-        each = each.repeat_interleave(lengths, output_size=total)
-        behind = lengths.cumsum(0)[each] - torch.arange(total, device=kept.device)  # 1: the last
-        at = each // heads, each % heads, kept[each, width - behind]
+        # Its size is given, since it would otherwise wait for the device to count.
+        each, place = torch.nonzero_static(kept >= 0, size=total).unbind(1)
+        at = each // heads, each % heads, kept[each, place]
+        chosen = (tensor[at].view(1, 1, total, tensor.shape[3]) for tensor in (keys, values))
+        empty = (tensor.new_empty(batch, heads, 0, tensor.shape[3]) for tensor in (keys, values))
+        recent = (tensor[:, :, since:] for tensor in (keys, values)) if appended else empty
         return Packed(
             storage,
-            storage.hold(keys[at][None, None], values[at][None, None]),
+            storage.hold(*chosen),
             lengths,
             tuple(counts),
             width,
-            storage.hold(keys[:, :, since:], values[:, :, since:]),
+            storage.hold(*recent),
         )
 
     @property
