@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -159,7 +160,7 @@ def _block_weights(
         future = held > places[:, None, shown, None]  # [batch, kv_heads, query_len, key_len]
         logits.masked_fill_(future.repeat_interleave(group, dim=1), lowest)
     else:
-        future = torch.ones(count, count, dtype=torch.bool, device=logits.device).triu(1)
+        future = _later(count, logits.device, torch.is_inference_mode_enabled())
         logits[..., first:].masked_fill_(future, lowest)
     if valid is not None:
         logits.masked_fill_(~valid[:, :, None, :seen], lowest)
@@ -172,6 +173,15 @@ def _block_weights(
         return weights
     query_valid = context.query_valid[:, None, shown, None]
     return weights.masked_fill_(~(valid[:, :, None, :seen] & query_valid), 0.0)
+
+
+@functools.lru_cache(maxsize=8)
+def _later(count: int, device: torch.device, inference: bool) -> Tensor:
+    """Return which of ``count`` last keys are later than a query, ``[count, count]`` bool.
+
+    It is made once for all layers; tensors of inference mode cannot be used outside of it.
+    """
+    return torch.ones(count, count, dtype=torch.bool, device=device).triu(1)
 
 
 def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:

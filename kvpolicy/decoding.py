@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import attrs
-import torch
 from torch import Tensor
 
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 from kvpolicy.part_calls import DeferredChecks, kept_by, saliency_of, updated
+from kvpolicy.precision import without_autocast
 from kvpolicy.renamed import Renamed
 from kvpolicy.short_repr import brief
 
@@ -134,7 +134,7 @@ class DecodingEviction:
         checks = DeferredChecks()
         saliency = state = None
         # Autocast would round the scores to half precision, where many tokens tie.
-        with torch.autocast(context.keys.device.type, enabled=False):
+        with without_autocast(context.keys.device):
             if self.scorer is not None and self.scorer.state_size:
                 saliency, state = updated(self.scorer, context, checks)
             elif self.scorer is not None and self.selector.needs_saliency:
@@ -151,7 +151,7 @@ class DecodingEviction:
         """
         assert self.scorer is not None
         checks = DeferredChecks()
-        with torch.autocast(context.keys.device.type, enabled=False):
+        with without_autocast(context.keys.device):
             _, state = updated(self.scorer, context, checks)
         checks.look()
         return state

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import ClassVar, NoReturn
 
 import attrs
-import torch
 from torch import Tensor
 
 from kvpolicy.checks import check_count, check_kind
@@ -21,6 +20,7 @@ from kvpolicy.deferred_selection import DeferredLayer, check_later, kept_of_all
 from kvpolicy.gapless import check_acting, check_gapless
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 from kvpolicy.part_calls import DeferredChecks, kept_by, passed_on_by, saliency_of, updated
+from kvpolicy.precision import without_autocast
 from kvpolicy.renamed import Renamed, accepts_old
 from kvpolicy.repetition import Repetition
 from kvpolicy.short_repr import brief
@@ -275,7 +275,7 @@ class CachePolicy:
             check_kind("context", context, LayerContext)
         own = DeferredChecks() if checks is None else checks
         # Autocast would round the scores to half precision, where many tokens tie.
-        with torch.autocast(context.keys.device.type, enabled=False):
+        with without_autocast(context.keys.device):
             decision = self._decide(context, own, remembered, saliency)
         if checks is None:
             own.look()
@@ -324,7 +324,7 @@ class CachePolicy:
             ValueError: See `decide`, as for its other errors.
         """
         checks = DeferredChecks()
-        with torch.autocast(context.keys.device.type, enabled=False):
+        with without_autocast(context.keys.device):
             saliency = self._saliency(context, checks)
         checks.look()
         return saliency
@@ -344,7 +344,7 @@ class CachePolicy:
         if not layers:
             return []
         checks = DeferredChecks()
-        with torch.autocast(layers[0].context.keys.device.type, enabled=False):
+        with without_autocast(layers[0].context.keys.device):
             kept = kept_of_all(self.selector, layers, checks)
         checks.look()
         return kept
@@ -364,7 +364,7 @@ class CachePolicy:
         assert self.propagation.restarts
         assert self._acts_at(context)
         checks = DeferredChecks()
-        with torch.autocast(context.keys.device.type, enabled=False):
+        with without_autocast(context.keys.device):
             if self.propagation.needs_saliency and saliency is None:
                 saliency = self._saliency(context, checks)
             passed = self._passed_on(context, checks, saliency)

@@ -137,20 +137,13 @@ def select_between(saliency: Tensor, count: int, *, first: int = 0, tail: int = 
         >>> select_between(torch.tensor([[[0.1, 0.9, 0.5, 0.9, 0.0]]]), 2, tail=1)
         tensor([[[1, 4]]])
     """
-    length, free = saliency.shape[-1], count - first - tail
-    middle = saliency[..., first : length - tail]
-    lowest = torch.finfo(saliency.dtype).min
-    order = middle.nan_to_num(nan=lowest, neginf=lowest)
-    order = order.argsort(dim=-1, descending=True, stable=True)[..., :free]
-    chosen = order.sort(dim=-1).values
-
-    def slots(start: int, stop: int) -> list[Tensor]:
-        found = torch.arange(start, stop, device=saliency.device) if start < stop else None
-        return [] if found is None else [found.expand(*saliency.shape[:2], -1)]
-
-    chosen = chosen.add_(first) if first else chosen
-    parts = [*slots(0, first), chosen, *slots(length - tail, length)]
-    return torch.cat(parts, dim=-1) if len(parts) > 1 else chosen
+    lowest, length = torch.finfo(saliency.dtype).min, saliency.shape[-1]
+    scores = saliency.nan_to_num(nan=lowest, neginf=lowest)  # and the highest number for inf
+    for protected in (slice(first), slice(length - tail, length)):
+        if protected.start != protected.stop and protected.stop:
+            scores[..., protected] = torch.inf
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    return order[..., :count].sort(dim=-1).values
 
 
 def highest(saliency: Tensor, candidates: Tensor, counts: Sequence[int]) -> Tensor:

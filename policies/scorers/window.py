@@ -41,10 +41,10 @@ class _PooledWindowScorer(Scorer):
         """Return the saliency ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
         before = max(context.key_len - self.window_size, 0)
         attention = self._observed(context)
-        saliency = torch.zeros_like(attention)
-        if before:
-            saliency[..., :before] = self._pooled(attention[..., :before])
-        return saliency
+        if not before:
+            return torch.zeros_like(attention)
+        pooled = self._pooled(attention[..., :before])
+        return functional.pad(pooled, (0, attention.shape[-1] - before))
 
     def _observed(self, context: LayerContext) -> Tensor:
         """Return the last tokens' attention before pooling, float32 ``[batch, heads, key_len]``."""

@@ -28,6 +28,7 @@ from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPromp
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.part_calls import DeferredChecks, updated
 from kvpolicy.policy import CachePolicy
+from kvpolicy.precision import without_autocast
 from kvpolicy.selection import gather_slots
 
 
@@ -267,7 +268,7 @@ class Remember(InPrompt):
             context = self.context(at, index, inputs, stored)
             wide = None if before is None else _wider(before, context.key_len)
             context = attrs.evolve(context, state=wide)
-            with torch.autocast(context.keys.device.type, enabled=False):
+            with without_autocast(context.keys.device):
                 self._carried[index] = updated(scorer, context, self.checks)[1]
         elif at.policy.num_queries != 0 and needed:
             first = self._first_needed
@@ -322,7 +323,7 @@ class AtEnd(InPrompt):
         valid = at.reach.valid.to(context.keys.device)
         context = attrs.evolve(context, state=carried, new_valid=valid)
         assert at.policy.scorer is not None
-        with torch.autocast(context.keys.device.type, enabled=False):
+        with without_autocast(context.keys.device):
             return updated(at.policy.scorer, context, self.checks)[0]
 
 

@@ -69,6 +69,7 @@ class PassRun:
         pending: The keys and values handed out to a layer whose attention function has not been
             called yet; None if none is awaited.
         cuts: Whether layers' outputs may have to be cut.
+        alone: The layers that run as without hooks; the cache keeps all that they bring.
         propagated: For each layer that dropped tokens, the positions it passed on.
         seen: The keys and values of a layer that was run until its queries were known.
         stage: The layers that the pass is for; None for all layers.
@@ -105,6 +106,13 @@ class PassRun:
         self._probe = call.probe if self._queries.asks else None
         if self._probe is not None:
             self._probe.check_places(at.before)
+            places = {"reach": at.reach, "before": at.before, "gapless": at.gapless}
+            self._places = {**places, "implementation": call.implementation}
+        plain = self.stage is None and made.features is None and self._probe is None
+        spares = at.first and call.attended is None
+        spares = spares and not (at.reach.padded or at.masks.may_be_own)
+        known = plain and spares and call.model.quirks.spares_masks
+        self.alone = self._queries.stored_at_once(at) if known else frozenset[int]()
 
     # Before a layer.
 
@@ -141,7 +149,7 @@ class PassRun:
             raise UnsupportedModelError(self.made.no_later)
         layer = self.layers[index]
         if self._probe is not None and layer.attends:
-            self._ask(index, module, hidden, kwargs)
+            self._probe.enter(index, module, layer, hidden, kwargs, **self._places)
         if stage is not None and index == stage.looked:
             return self._end_stage(index, module, hidden, kwargs)
         if index == 0:
@@ -151,21 +159,6 @@ class PassRun:
         if isinstance(layer, IndexedLayer):
             layer.taking = functools.partial(self.update_index, index)
         return hidden, self._attention.arguments(index, layer, hidden, kwargs)
-
-    def _ask(self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> None:
-        """Find the rotary embedding and output projection of a layer for the policy."""
-        assert self._probe is not None
-        self._probe.enter(
-            index,
-            module,
-            self.layers[index],
-            hidden,
-            kwargs,
-            reach=self._reach,
-            before=self.at.before,
-            gapless=self.at.gapless,
-            implementation=self.call.implementation,
-        )
 
     # A layer that is run for some of its tokens only; see `narrowing`.
 
@@ -266,6 +259,11 @@ class PassRun:
                 these; None if that cannot be seen.
         """
         layer = self.layers[index]
+        if index in self.alone:
+            self._updated.add(index)
+            positions = self._masks.positions(layer, keys.shape[1], keys.device)
+            layer.store(keys, values, positions, None, counts=(keys.shape[2],) * len(keys))
+            return keys, values
         if isinstance(layer, CrossLayer):
             return layer.with_images(keys, values)
         if self.stage is not None and index in self.stage.stubs:

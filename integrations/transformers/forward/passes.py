@@ -143,6 +143,13 @@ class AtQueries:
         """True if `observe` must be called in a pass that only appends keys."""
         return False
 
+    def stored_at_once(self, at: PassState) -> frozenset[int]:
+        """Return the layers of a first prompt that keep and pass on all, whatever attention does.
+
+        Their hooks do nothing. They are none of the first and the last.
+        """
+        return frozenset()
+
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:

@@ -30,6 +30,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.kinds import TokenKind
 from kvpolicy.part_calls import DeferredChecks, saliency_of
 from kvpolicy.policy import CachePolicy
+from kvpolicy.precision import without_autocast
 from kvpolicy.repetition import Repetition
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
@@ -70,7 +71,7 @@ class ScoreChunk(AtQueries):
         )
         checks = DeferredChecks()
         # Autocast would round the scores to half precision, where many tokens tie.
-        with torch.autocast(keys.device.type, enabled=False):
+        with without_autocast(keys.device):
             saliency = saliency_of(scorer, context, checks)
         checks.look()
         length, heads = layer.kept_len, saliency.shape[1]

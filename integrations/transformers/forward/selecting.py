@@ -68,6 +68,24 @@ class Select(AtEnd):
         # The slots that the last layer has kept, and their number in each row; see `Decision`.
         self._kept: tuple[Tensor, tuple[int, ...] | None] | None = None
 
+    def begin(self, at: PassState) -> None:
+        """See `AtQueries.begin`."""
+        super().begin(at)
+        policy = at.policy
+        asks = policy.decoding is not None or policy.gapless or policy.decides_later
+        self._never_asks = not asks and declares(policy.selector, "keeps_all")
+
+    def stored_at_once(self, at: PassState) -> frozenset[int]:
+        """See `AtQueries.stored_at_once`."""
+        model, last = at.call.model, len(at.layers) - 1
+        drops = frozenset[int]() if model.restarts else model.acting
+        needed = {0, last, *drops, *self.history.layers, *at.masks.lenders}
+        return frozenset(
+            index
+            for index, layer in enumerate(at.layers if self._never_asks else ())
+            if type(layer) is PolicyLayer and at.masks.windows[index] is None
+        ).difference(needed)
+
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:
@@ -97,12 +115,11 @@ class Select(AtEnd):
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> bool:
         """True if a layer without padding keeps and passes on all tokens, so no part is asked."""
-        policy, layer = at.policy, at.layers[index]
+        if not self._never_asks or index in self.history.layers:
+            return False
+        layer, model = at.layers[index], at.call.model
         plain = type(layer) is PolicyLayer and inputs.keys.shape[1] == stored[0].shape[1]
-        asks = policy.decoding is not None or policy.gapless or index in self.history.layers
-        drops = index in at.call.model.acting and not at.call.model.restarts
-        acts = drops or policy.decides_later
-        if not plain or asks or acts or not declares(policy.selector, "keeps_all"):
+        if not plain or (index in model.acting and not model.restarts):
             return False
         lengths = at.held_len(layer)
         return lengths is not None and min(lengths) == stored[0].shape[2]

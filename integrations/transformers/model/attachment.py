@@ -33,6 +33,10 @@ class LayerCallbacks(Protocol):
         """The keys and values given to a layer whose attention has not been called yet; or None."""
 
     @property
+    def alone(self) -> frozenset[int]:
+        """The layers that run as without hooks."""
+
+    @property
     def cuts(self) -> bool:
         """True if the forward may drop tokens, so that layers' outputs must be cut."""
 
@@ -122,12 +126,15 @@ class LayerHooks(_Hooks):
         """Hook before a layer: cut its arguments to the tokens that reach it."""
         if not _carries(self.cache, args, kwargs):
             return None
-        # Some models pass all arguments but the input by keyword, others do not.
-        others = dict(kwargs or {}) if len(args) < 2 else by_name(module, args, kwargs)
-        name = list(signature(type(module).forward).parameters)[1]  # after self
-        hidden: Tensor = args[0] if args else others[name]
-        others.pop(name, None)
-        hidden, others = self._run().enter_layer(self.index, module, hidden, others)
+        run = self._run()
+        if self.index in run.alone:
+            return None
+        if len(args) == 1 and kwargs:
+            hidden, others = args[0], kwargs
+        else:  # some models pass more arguments than the input by position, others pass none so
+            others = by_name(module, args, kwargs)
+            hidden = others.pop(list(signature(type(module).forward).parameters)[1])  # after self
+        hidden, others = run.enter_layer(self.index, module, hidden, others)
         return (hidden,), others
 
     def _run(self) -> LayerCallbacks:
@@ -144,7 +151,7 @@ class LayerHooks(_Hooks):
         if len(rest) < 2 or not _carries(self.cache, args, rest[0]):
             return None
         run = self._run()
-        if run.pending is None and not run.cuts:
+        if self.index in run.alone or (run.pending is None and not run.cuts):
             return None
         if run.pending is not None:
             raise UnsupportedModelError(
@@ -345,4 +352,8 @@ class Attachment(_Hooks):
 
 
 def _carries(cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    return kwargs is not None and any(each is cache for each in (*args, *kwargs.values()))
+    if kwargs is None:
+        return False
+    if kwargs.get("past_key_values") is cache:  # as almost all models name it
+        return True
+    return any(each is cache for each in (*args, *kwargs.values()))

@@ -8,6 +8,7 @@ can evict tokens, but drops none, since no token can leave between two of them.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import typing
 from collections.abc import Iterator
@@ -178,9 +179,13 @@ def attending_in_turn(decoder: nn.Module) -> list[nn.Module]:
 
 
 def _calls_interface(module: nn.Module) -> bool:
-    forward: Any = inspect.unwrap(type(module).forward)
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in names
+    return hasattr(module, "config") and _names_interface(type(module).forward)
+
+
+@functools.lru_cache(maxsize=256)
+def _names_interface(method: Any) -> bool:
+    names = getattr(getattr(inspect.unwrap(method), "__code__", None), "co_names", ())
+    return "ALL_ATTENTION_FUNCTIONS" in names
 
 
 def find_attention(layer: nn.Module, index: int) -> nn.Module | None:

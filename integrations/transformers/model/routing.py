@@ -245,7 +245,10 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     attend = _replacing.get().get(id(module)) or own_function(module)
-    if module.config._attn_implementation in DENSE:  # a kernel applies the indexer's choice itself
+    picked = "indices" in kwargs or "block_indices" in kwargs
+    if (
+        picked and module.config._attn_implementation in DENSE
+    ):  # kernels apply the choice themselves
         attention_mask = _as_picked(module, query, key, attention_mask, kwargs)
     pending = waiting.get()
     if pending is None or not pending[0].waits_for(key, own=pending[2] is module):

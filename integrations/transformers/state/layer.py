@@ -212,13 +212,13 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         storage = self.storage if storage is None else storage
         heads, width = chosen.shape[1:]
+        ragged, padded = False, counts is None or min(counts) < width
+        of_heads = [] if counts is None else [[count] * heads for count in counts]
         if counts is None:  # one transfer from the device for all counts
             of_heads = (chosen >= 0).sum(dim=2).tolist()
-        else:
-            of_heads = [[count] * heads for count in counts]
-        ragged = any(len(set(row)) > 1 for row in of_heads)
-        padded = any(count < width for row in of_heads for count in row)
-        counts = None if ragged else tuple(row[0] for row in of_heads)
+            ragged = any(len(set(row)) > 1 for row in of_heads)
+            padded = any(count < width for row in of_heads for count in row)
+            counts = None if ragged else tuple(row[0] for row in of_heads)
         if padded and self._packs(chosen, sum(map(sum, of_heads))):
             appended = 0
             if kept is None:

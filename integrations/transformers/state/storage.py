@@ -447,7 +447,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 def own_storage(tensor: Tensor) -> Tensor:
     """Return a tensor that shares no memory with a larger one, copied if it must be."""
-    tensor = tensor.contiguous()
-    if _nbytes(tensor) != tensor.numel() * tensor.element_size():
+    whole = tensor.contiguous()
+    if whole is tensor and _nbytes(tensor) != tensor.numel() * tensor.element_size():
         return tensor.clone()
-    return tensor
+    return whole
