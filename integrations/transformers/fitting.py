@@ -151,7 +151,9 @@ def _move_to(reader: ForwardDispatcher, parts: ModelParts) -> None:
                 # cache's storage.
                 layer.held = PlainStorage().hold(keys.to(dtype), values.to(dtype))
                 layer.observed = layer.observed.in_precision(dtype)
-        layer.move_to(parts.device_of(index), reader.tokens.to(parts.device_of(index)))
+        # A layer with a window has a record of its own between the chunks of a prompt.
+        tokens, device = layer.tokens or reader.tokens, parts.device_of(index)
+        layer.move_to(device, tokens.to(device))
 
 
 def _check_precision(reader: ForwardDispatcher, saved: torch.dtype, own: torch.dtype) -> None:

@@ -69,7 +69,7 @@ class PassRun:
         pending: The keys and values handed out to a layer whose attention function has not been
             called yet; None if none is awaited.
         cuts: Whether layers' outputs may have to be cut.
-        alone: The layers that run as without hooks; the cache keeps all that they bring.
+        alone: The layers that run as without hooks before and after them.
         propagated: For each layer that dropped tokens, the positions it passed on.
         seen: The keys and values of a layer that was run until its queries were known.
         stage: The layers that the pass is for; None for all layers.
@@ -112,7 +112,7 @@ class PassRun:
         spares = at.first and call.attended is None
         spares = spares and not (at.reach.padded or at.masks.may_be_own)
         known = plain and spares and call.model.quirks.spares_masks
-        self.alone = self._queries.stored_at_once(at) if known else frozenset[int]()
+        self.alone = self._queries.left_alone(at) if known else frozenset[int]()
 
     # Before a layer.
 
@@ -259,11 +259,6 @@ class PassRun:
                 these; None if that cannot be seen.
         """
         layer = self.layers[index]
-        if index in self.alone:
-            self._updated.add(index)
-            positions = self._masks.positions(layer, keys.shape[1], keys.device)
-            layer.store(keys, values, positions, None, counts=(keys.shape[2],) * len(keys))
-            return keys, values
         if isinstance(layer, CrossLayer):
             return layer.with_images(keys, values)
         if self.stage is not None and index in self.stage.stubs:
@@ -338,6 +333,9 @@ class PassRun:
         Raises:
             PassEnded: The queries are all that was needed.
         """
+        if index in self.alone:
+            self._observe(index, inputs)
+            return attend(module, inputs.queries, inputs.keys, inputs.values, mask, **kwargs)
         temperature = self.call.model.temperatures[index]
         if temperature is not None:
             places = self._attention.places

@@ -143,10 +143,10 @@ class AtQueries:
         """True if `observe` must be called in a pass that only appends keys."""
         return False
 
-    def stored_at_once(self, at: PassState) -> frozenset[int]:
-        """Return the layers of a first prompt that keep and pass on all, whatever attention does.
+    def left_alone(self, at: PassState) -> frozenset[int]:
+        """Return the layers of a first prompt without padding that keep and pass on all tokens.
 
-        Their hooks do nothing. They are none of the first and the last.
+        Nothing is done before and after them. The first and the last layer are not among them.
         """
         return frozenset()
 

@@ -75,15 +75,17 @@ class Select(AtEnd):
         asks = policy.decoding is not None or policy.gapless or policy.decides_later
         self._never_asks = not asks and declares(policy.selector, "keeps_all")
 
-    def stored_at_once(self, at: PassState) -> frozenset[int]:
-        """See `AtQueries.stored_at_once`."""
+    def left_alone(self, at: PassState) -> frozenset[int]:
+        """See `AtQueries.left_alone`."""
         model, last = at.call.model, len(at.layers) - 1
         drops = frozenset[int]() if model.restarts else model.acting
         needed = {0, last, *drops, *self.history.layers, *at.masks.lenders}
         return frozenset(
             index
             for index, layer in enumerate(at.layers if self._never_asks else ())
-            if type(layer) is PolicyLayer and at.masks.windows[index] is None
+            if type(layer) is PolicyLayer
+            and layer.facts.shows_queries
+            and at.masks.windows[index] is None
         ).difference(needed)
 
     def observe(
