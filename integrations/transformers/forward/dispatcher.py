@@ -381,7 +381,6 @@ class ForwardDispatcher:
         assert run is not None
         assert forward is not None
         try:
-            run.at.output = output
             self.tokens = run.finish()
             forward.rest(run)
         except BaseException:

@@ -112,7 +112,9 @@ class GrowingHeads:
         assert chosen is not None
         keys, values = held.read()
         self._rows, self._own_function = keys.shape[0], own_function(module)
-        self._padding = (chosen < 0).sum(dim=2).flatten().tolist()  # of each head, on the left
+        self._padding: list[int] = (
+            (chosen < 0).sum(dim=2).flatten().tolist()
+        )  # of each head, on the left
         self._heads = [
             GrowingKeys(Plain.of(key[None, None, pad:], value[None, None, pad:], keys.device))
             for key, value, pad in zip(
@@ -168,9 +170,10 @@ class GrowingHeads:
 
     def give(self, layer: PolicyLayer, length: int) -> None:
         """See `Growing.give`."""
-        chosen, behind = layer.contents.chosen, layer.behind
+        chosen, behind, tokens = layer.contents.chosen, layer.behind, layer.tokens
         assert chosen is not None
-        layer.load(self._padded(0, length), self._padded(1, length), chosen, layer.tokens)
+        assert tokens is not None
+        layer.load(self._padded(0, length), self._padded(1, length), chosen, tokens)
         layer.behind, self.start = behind, length
 
     def _padded(self, which: int, length: int) -> Tensor:

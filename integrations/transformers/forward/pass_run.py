@@ -106,7 +106,7 @@ class PassRun:
         self._probe = call.probe if self._queries.asks else None
         if self._probe is not None:
             self._probe.check_places(at.before)
-            places = {"reach": at.reach, "before": at.before, "gapless": at.gapless}
+            places: dict[str, Any] = {"reach": at.reach, "before": at.before, "gapless": at.gapless}
             self._places = {**places, "implementation": call.implementation}
         plain = self.stage is None and made.features is None and self._probe is None
         spares = at.first and call.attended is None
@@ -376,6 +376,8 @@ class PassRun:
             if others:
                 stage.check_output(index, hidden, others)
         ends = stage is not None and index == stage.last_behind
+        if index == len(self.layers) - 1:
+            self.at.last_hidden = hidden.select(self._reach.token_axis(hidden), -1)
         passed = None if ends else self._take_passed()
         if passed is not None:
             self._pass_on(index, passed)

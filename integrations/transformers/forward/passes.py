@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import functools
-from typing import Any
 
 import attrs
 from torch import Tensor
@@ -50,14 +49,14 @@ class PassState:
         first: Whether nothing was read before the pass.
         reach: The tokens that reach the current layer.
         masks: What these tokens see there.
-        output: The decoder's output, once it is known.
+        last_hidden: ``[batch, hidden]``, the last layer's output for the last token; None before.
         started: ``[batch]`` bool, rows in which layers have read tokens before.
         prompt_end: Number of columns seen at the end of the prompt, if the pass belongs to one.
     """
 
     def __init__(self, call: Call, layers: list[PolicyLayer], made: Pass) -> None:
         self.call, self.layers = call, layers
-        self.output: Any = None
+        self.last_hidden: Tensor | None = None
         self.policy = call.model.policy
         incoming, stage = made.incoming, made.stage
         self.before = incoming.tokens

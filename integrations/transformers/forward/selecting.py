@@ -78,11 +78,13 @@ class Select(AtEnd):
     def left_alone(self, at: PassState) -> frozenset[int]:
         """See `AtQueries.left_alone`."""
         model, last = at.call.model, len(at.layers) - 1
-        drops = frozenset[int]() if model.restarts else model.acting
-        needed = {0, last, *drops, *self.history.layers, *at.masks.lenders}
+        drops = bool(model.acting) and not model.restarts
+        if drops or not self._never_asks:
+            return frozenset()
+        needed = {0, last, *self.history.layers, *at.masks.lenders}
         return frozenset(
             index
-            for index, layer in enumerate(at.layers if self._never_asks else ())
+            for index, layer in enumerate(at.layers)
             if type(layer) is PolicyLayer
             and layer.facts.shows_queries
             and at.masks.windows[index] is None
@@ -248,17 +250,16 @@ class Select(AtEnd):
     def _check_numbers(self, at: PassState) -> None:
         """Check that a tested scorer was given numbers: its saliency is not looked at by itself.
 
-        A query or key that is not a number makes the output of the last token none.
+        A query or key that is not a number makes what layers make of the last token none.
         """
-        scorer, output = at.policy.scorer, at.output
-        if output is None or scorer is None or not at.policy.is_tested(scorer):
+        scorer, hidden = at.policy.scorer, at.last_hidden
+        if hidden is None or scorer is None or not at.policy.is_tested(scorer):
             return
-        hidden = output[0] if isinstance(output, tuple) else output["last_hidden_state"]
         self.checks.refuse(
-            hidden[:, -1].isnan(),
+            hidden.isnan(),
             lambda: (
-                f"score of {scorer} must return numbers, but the output of the model is NaN; look "
-                "for NaN in the model's parameters and inputs"
+                f"score of {scorer} must return numbers, but the output of the last layer is NaN; "
+                "look for NaN in the model's parameters and inputs"
             ),
         )
 

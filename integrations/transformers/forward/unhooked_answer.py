@@ -108,7 +108,8 @@ class UnhookedAnswer:
         self._end = None
         if decoding is not None:  # layers evict when one more token has come, which takes hooks
             self._end = tokens.seen + decoding.every - tokens.appended.shape[1] - 1
-            if self._end <= tokens.seen:
+            room = min(room, self._end - tokens.seen)
+            if room <= 0:
                 return
         self.layers = [
             self._growing(layer, module, room, tokens.seen)
