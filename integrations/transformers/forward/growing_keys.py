@@ -85,9 +85,9 @@ class GrowingKeys:
 
     def give(self, layer: PolicyLayer, length: int) -> None:
         """See `Growing.give`."""
-        held = self._whole()
+        whole = self._whole()
         self.start = length
-        held = held if held.length == length else held.first(length)
+        held = whole if whole.length == length else whole.first(length)
         layer.contents = attrs.evolve(layer.contents, held=held)
 
     def _whole(self) -> Plain:

@@ -395,7 +395,7 @@ class _Quantized(StoredKV):
         keys, values = copy.copy(self.layer).update(*empty)
         return torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2)
 
-    def appended(self, keys: Tensor, values: Tensor) -> Plain:
+    def appended(self, keys: Tensor, values: Tensor) -> StoredKV:
         after = attrs.evolve(
             self,
             keys=torch.cat([self.keys, keys], dim=2),
