@@ -334,8 +334,10 @@ class PassRun:
             PassEnded: The queries are all that was needed.
         """
         if index in self.alone:
+            read = inputs.queries, inputs.keys, inputs.values
+            output = attend(module, *read, mask, **kwargs)
             self._observe(index, inputs)
-            return attend(module, inputs.queries, inputs.keys, inputs.values, mask, **kwargs)
+            return output
         temperature = self.call.model.temperatures[index]
         if temperature is not None:
             places = self._attention.places

@@ -143,9 +143,10 @@ class AtQueries:
         return False
 
     def left_alone(self, at: PassState) -> frozenset[int]:
-        """Return the layers of a first prompt without padding that keep and pass on all tokens.
+        """Return the layers of a first prompt without padding before and after which nothing is done.
 
-        Nothing is done before and after them. The first and the last layer are not among them.
+        All tokens reach them, and they pass on all. The first and the last layer are never among
+        them.
         """
         return frozenset()
 

@@ -78,17 +78,15 @@ class Select(AtEnd):
     def left_alone(self, at: PassState) -> frozenset[int]:
         """See `AtQueries.left_alone`."""
         model, last = at.call.model, len(at.layers) - 1
-        drops = bool(model.acting) and not model.restarts
-        if drops or not self._never_asks:
-            return frozenset()
-        needed = {0, last, *self.history.layers, *at.masks.lenders}
+        drops = () if model.restarts else model.acting
         return frozenset(
             index
-            for index, layer in enumerate(at.layers)
-            if type(layer) is PolicyLayer
-            and layer.facts.shows_queries
+            for index in range(1, min(drops, default=last))
+            if type(at.layers[index]) is PolicyLayer
+            and at.layers[index].facts.shows_queries
             and at.masks.windows[index] is None
-        ).difference(needed)
+            and index not in at.masks.lenders
+        )
 
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
