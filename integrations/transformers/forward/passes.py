@@ -143,7 +143,7 @@ class AtQueries:
         return False
 
     def left_alone(self, at: PassState) -> frozenset[int]:
-        """Return the layers of a first prompt without padding before and after which nothing is done.
+        """Return the layers before and after which nothing is done in an unpadded first prompt.
 
         All tokens reach them, and they pass on all. The first and the last layer are never among
         them.

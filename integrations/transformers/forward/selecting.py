@@ -19,6 +19,7 @@ from kvpolicy.integrations.transformers.forward.decoding.choosing import (
 from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV
 from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.passes import PassState
+from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -79,6 +80,8 @@ class Select(AtEnd):
         """See `AtQueries.left_alone`."""
         model, last = at.call.model, len(at.layers) - 1
         drops = () if model.restarts else model.acting
+        if at.call.implementation in FLASH:  # whose arguments change; see `LayerAttention.attend`
+            return frozenset()
         return frozenset(
             index
             for index in range(1, min(drops, default=last))
