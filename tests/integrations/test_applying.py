@@ -21,7 +21,7 @@ from transformers import (
 
 from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
-from kvpolicy.integrations.transformers import PlainStorage, PolicyCache, applying, apply_policy
+from kvpolicy.integrations.transformers import PlainStorage, PolicyCache, apply_policy, applying
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from tests.integrations.lm_eval.support import char_tokenizer, documents
 from tests.integrations.support.conversation import left_padded
@@ -301,14 +301,13 @@ def test_a_call_that_fails_leaves_nothing(model: PreTrainedModel) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeError("out of memory")
 
-    with pytest.raises(KeyError), apply_policy(model, SnapKV(0.3)) as applied:
-        handle = model.model.layers[2].mlp.register_forward_hook(fail)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            generate(model)
-        handle.remove()
-        assert applied.reports == ()
-        raise KeyError
+    applied = apply_policy(model, SnapKV(0.3))
+    handle = model.model.layers[2].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"), applied:
+        generate(model)
+    handle.remove()
     assert not applied.is_applied
+    assert applied.reports == ()
     assert trace_of(model) == before
 
 
