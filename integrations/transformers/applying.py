@@ -198,7 +198,7 @@ def _generating(model: Any) -> nn.Module:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     base = getattr(model, "get_base_model", None)  # of PEFT, whose generate calls the base model's
     owner = base() if callable(base) else model
-    method = getattr(owner, "generate", None)
+    method: Any = getattr(owner, "generate", None)
     if getattr(method, "__func__", None) is not GenerationMixin.generate:
         kind = "one of its own" if callable(method) else "none"
         raise UnsupportedModelError(
