@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import pipeline
 
 from benchmarks.common import BASELINE
 from kvpolicy.evaluation.comparison.speed import Speed
@@ -25,7 +26,7 @@ BUILDS = builds()
 README = (ROOT / "README.md").read_text()
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 FIRST, DOCUMENT, SCORER = PYTHON.findall(README)
-(USE,) = PYTHON.findall((ROOT / "docs/use.md").read_text())
+USE, APPLIED = PYTHON.findall((ROOT / "docs/use.md").read_text())
 
 
 def run(code: str, **names: Any) -> str:
@@ -65,6 +66,14 @@ def test_the_example_of_use() -> None:
         inputs=inputs(30),
         input_ids=torch.tensor([random_tokens(1, 3)]),
     )
+    assert printed.splitlines()[-1].startswith("total")
+
+
+def test_the_example_of_applying() -> None:
+    model, tokenizer = tiny_model("llama", seed=0), char_tokenizer()
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, max_new_tokens=3)
+    code = APPLIED.replace("FastKV()", "FastKV(tsp_layer=1)")  # the model has four layers
+    printed = run(code, model=model, pipe=pipe, texts=["a short text, read under a policy. " * 3])
     assert printed.splitlines()[-1].startswith("total")
 
 

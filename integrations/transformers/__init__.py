@@ -1,5 +1,6 @@
 """Apply policies inside Hugging Face Transformers."""
 
+from kvpolicy.integrations.transformers.applying import AppliedPolicy, apply_policy
 from kvpolicy.integrations.transformers.batching import wrap_continuous_batching
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.document import ReadDocument
@@ -13,6 +14,7 @@ from kvpolicy.integrations.transformers.state.storage import (
 )
 
 __all__ = [
+    "AppliedPolicy",
     "CacheReport",
     "LayerReport",
     "OffloadedStorage",
@@ -21,6 +23,7 @@ __all__ = [
     "QuantizedStorage",
     "ReadDocument",
     "Storage",
+    "apply_policy",
 ]
 
 # `generate` is wrapped on import, not when the first cache is built: in

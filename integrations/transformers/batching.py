@@ -14,6 +14,7 @@ from torch import nn
 from transformers import GenerationMixin
 
 from kvpolicy.errors import UnsupportedGenerationError
+from kvpolicy.integrations.transformers.applying import applied_to
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.model.routing import users_of
 
@@ -43,9 +44,10 @@ def _refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if given or _has_cache(self):
             raise UnsupportedGenerationError(
                 f"{name} must not be given a PolicyCache, nor be called for a model that one is "
-                "attached to: continuous batching keeps pages of its own, and no policy would act; "
-                "pad the prompts on the left and call model.generate(input_ids, attention_mask="
-                "mask, past_key_values=cache), or call it outside of `with cache.attached(model):`"
+                "attached or a policy applied to: continuous batching keeps pages of its own, and "
+                "no policy would act; pad the prompts on the left and call "
+                "model.generate(input_ids, attention_mask=mask, past_key_values=cache), or call it "
+                "outside of `with cache.attached(model):` and `with apply_policy(model, policy):`"
             )
         return original(self, *args, **kwargs)
 
@@ -54,4 +56,6 @@ def _refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _has_cache(model: nn.Module) -> bool:
-    return any(users_of(each) for each in model.modules() if hasattr(each, "config"))
+    return applied_to(model) is not None or any(
+        users_of(each) for each in model.modules() if hasattr(each, "config")
+    )

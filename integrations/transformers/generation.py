@@ -18,6 +18,7 @@ from transformers.generation import GenerationMode
 from transformers.masking_utils import create_masks_for_generate
 
 from kvpolicy.errors import UnsupportedGenerationError
+from kvpolicy.integrations.transformers.applying import applied_to
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.continuation import Given
 from kvpolicy.integrations.transformers.forward.static_decoding import IMPLEMENTATIONS
@@ -45,8 +46,9 @@ def wrap_generate() -> None:
     """Wrap `GenerationMixin.generate` to attach a policy cache to the model while it runs.
 
     `generate` does not tell a user's cache which model it belongs to, and no other public place
-    does. Calls without a policy cache pass straight through. Only importing this package wraps
-    `generate`; other imports of the library change nothing in Transformers.
+    does. Calls without a policy cache pass straight through, unless a policy is applied to the
+    model (`apply_policy`), which gives them one. Only importing this package wraps `generate`;
+    other imports of the library change nothing in Transformers.
     """
     with _lock:
         original = GenerationMixin.generate
@@ -56,6 +58,10 @@ def wrap_generate() -> None:
         @functools.wraps(original)
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             cache = kwargs.get("past_key_values")
+            applied = None if cache is not None or _drafts(kwargs) else applied_to(self)
+            if applied is not None:
+                cache = applied.new_cache()
+                kwargs["past_key_values"] = cache
             if not isinstance(cache, PolicyCache):
                 _check_is_no_policy(cache)
                 return original(self, *args, **kwargs)
@@ -66,10 +72,17 @@ def wrap_generate() -> None:
                 with turn.of(cache):
                     output = original(self, *args, **kwargs)
             turn.note_answer(cache, output)
+            if applied is not None:
+                applied.note(cache)
             return output
 
         generate._kvpolicy_wraps = original  # type: ignore[attr-defined]
         GenerationMixin.generate = generate
+
+
+def _drafts(kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a `generate` call drafts tokens for the `generate` of another model."""
+    return bool(getattr(kwargs.get("generation_config"), "is_assistant", False))
 
 
 def _check_is_no_policy(cache: Any) -> None:
@@ -224,6 +237,14 @@ def check_generation(
             "theirs"
         )
     _check_cache_is_used(model, args, kwargs)
+    held = kwargs.get("cache_implementation", config.cache_implementation)
+    # Transformers leaves out hybrid, an old default; paged is refused where its cache is made.
+    if held not in (None, "hybrid", "paged"):
+        raise UnsupportedGenerationError(
+            "cache_implementation must be None with a PolicyCache, in the call and in the "
+            f"generation config, got {held!r}; to hold keys and values "
+            "elsewhere or in few bits, give the PolicyCache or apply_policy a storage"
+        )
     if cache.max_new_tokens is not None and config.output_attentions:
         warnings.warn(
             "output_attentions keeps generate from decoding into the cache's fixed buffers "

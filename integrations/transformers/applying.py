@@ -1,0 +1,210 @@
+"""Apply a policy to every `generate` call of a model, also where no cache can be passed."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from transformers import GenerationMixin
+
+from kvpolicy.checks import check_count
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.cache import PolicyCache
+from kvpolicy.integrations.transformers.state.report import CacheReport
+from kvpolicy.integrations.transformers.state.storage import Storage
+from kvpolicy.policy import CachePolicy
+
+_lock = threading.Lock()
+
+# Models are found by what they are, not by a mark on them: a copy of a model has no policy, and a
+# model that is no longer used is not kept alive.
+_applied: weakref.WeakKeyDictionary[nn.Module, AppliedPolicy] = weakref.WeakKeyDictionary()
+
+
+class AppliedPolicy:
+    """A policy that is applied to a model, until `remove` is called; see `apply_policy`.
+
+    As a context manager it is removed at the end of the `with` block.
+
+    Args:
+        model: The model whose `generate` runs.
+        policy: Which tokens to keep.
+        storage: How keys and values are held; see `PolicyCache`.
+        max_new_tokens: Answer tokens for which memory is reserved; see `PolicyCache`.
+        reports: How many reports are remembered.
+
+    Attributes:
+        policy: The policy.
+        storage: The storage; None holds keys and values unchanged.
+        max_new_tokens: The number of answer tokens with reserved memory; None if there is none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: CachePolicy,
+        storage: Storage | None,
+        max_new_tokens: int | None,
+        reports: int,
+    ) -> None:
+        self.policy, self.storage, self.max_new_tokens = policy, storage, max_new_tokens
+        self._model = weakref.ref(model)
+        self._reports: deque[CacheReport] = deque(maxlen=reports)
+
+    @property
+    def reports(self) -> tuple[CacheReport, ...]:
+        """The reports of the last calls that got a cache here and ended well, oldest first."""
+        with _lock:
+            return tuple(self._reports)
+
+    @property
+    def is_applied(self) -> bool:
+        """True until `remove` is called, or the model is gone."""
+        model = self._model()
+        return model is not None and _applied.get(model) is self
+
+    def remove(self) -> None:
+        """Remove the policy from the model; doing so again changes nothing.
+
+        A call that another thread has begun ends with the cache that it got.
+        """
+        with _lock:
+            model = self._model()
+            if model is not None and _applied.get(model) is self:
+                del _applied[model]
+
+    def __enter__(self) -> AppliedPolicy:
+        if not self.is_applied:
+            raise ValueError(
+                f"{self!r} must be applied to be used in a with block, got one that was removed; "
+                "call apply_policy again"
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.policy}{'' if self.is_applied else ', removed'}>"
+
+    def new_cache(self) -> PolicyCache:
+        """Make the cache of one `generate` call."""
+        return PolicyCache(self.policy, self.storage, max_new_tokens=self.max_new_tokens)
+
+    def note(self, cache: PolicyCache) -> None:
+        """Remember the report of a call's cache, if reports are asked for."""
+        if self._reports.maxlen:
+            report = cache.report()
+            with _lock:
+                self._reports.append(report)
+
+
+def apply_policy(
+    model: nn.Module,
+    policy: CachePolicy,
+    *,
+    storage: Storage | None = None,
+    max_new_tokens: int | None = None,
+    reports: int = 16,
+) -> AppliedPolicy:
+    """Apply a policy to every `generate` call of a model that brings no cache.
+
+    Each of these calls gets a new `PolicyCache`, as if ``past_key_values=PolicyCache(policy)`` were
+    passed. It is for libraries that call `generate` themselves and have no place for a cache:
+    pipelines, agents, trainers, evaluations. Calls that bring ``past_key_values`` are as without.
+    So are those that draft tokens for another call (``assistant_model``): a draft takes its tokens
+    back and goes on call by call, which is no new turn.
+
+    Args:
+        model: A decoder-only model of Transformers, or a PEFT model around one; these two are one
+            model here. A copy of it has no policy applied.
+        policy: Which tokens to keep.
+        storage: How keys and values are held; see `PolicyCache`.
+        max_new_tokens: Answer tokens for which memory is reserved; see `PolicyCache`.
+        reports: How many of the last calls' reports are remembered. Each one waits for the GPU once
+            for every layer; 0 makes none.
+
+    Returns:
+        A handle that removes the policy: by its ``remove()``, or at the end of a `with` block.
+
+    Raises:
+        TypeError: ``model`` is not a torch module, or another argument has the wrong type.
+        UnsupportedModelError: The policy cannot be applied to the model, or the model's `generate`
+            is not the one of Transformers.
+        ValueError: The model has a policy applied, ``reports`` is below 0, a layer of the policy
+            lies outside the model, or ``max_new_tokens`` is below 1 or above the model's positions.
+
+    A second policy for the same model is refused until the first is removed. If policies nested,
+    two handles that are removed in another order would leave open which policy is applied.
+
+    Threads share the model's policy, and every call has its own cache. What `generate` refuses with
+    a `PolicyCache` is refused with the same errors. A forward of the model without `generate` is
+    not affected.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from kvpolicy.policies import SnapKV
+        >>> config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        ...     eos_token_id=None)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> with apply_policy(model, SnapKV(retention_tokens=12)) as applied:
+        ...     for length in (40, 30):
+        ...         tokens = model.generate(torch.arange(length)[None], max_new_tokens=4)
+        >>> [(report.total.seen, report.total.kept) for report in applied.reports]
+        [(43, 15.0), (33, 15.0)]
+        >>> applied.is_applied
+        False
+    """
+    check_count("reports", reports, minimum=0)
+    owner = _generating(model)
+    handle = AppliedPolicy(owner, policy, storage, max_new_tokens, reports)
+    with handle.new_cache().attached(model):  # raises an error if the policy cannot act on it
+        pass
+    with _lock:
+        before = _applied.get(owner)
+        if before is not None:
+            raise ValueError(
+                f"model must have no policy applied, got one with {before.policy}; call remove() "
+                "of what apply_policy returned, or leave its with block"
+            )
+        _applied[owner] = handle
+    return handle
+
+
+def applied_to(model: nn.Module) -> AppliedPolicy | None:
+    """Return what is applied to a model whose `generate` runs; None if nothing is."""
+    return _applied.get(model) if _applied else None
+
+
+def _generating(model: Any) -> nn.Module:
+    """Return the model whose `generate` runs when a model, or one around it, generates.
+
+    Raises:
+        TypeError: ``model`` is not a torch module.
+        UnsupportedModelError: Its `generate` is not the one of Transformers.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    base = getattr(model, "get_base_model", None)  # of PEFT, whose generate calls the base model's
+    owner = base() if callable(base) else model
+    method: Any = getattr(owner, "generate", None)
+    if getattr(method, "__func__", None) is not GenerationMixin.generate:
+        kind = "one of its own" if callable(method) else "none"
+        raise UnsupportedModelError(
+            "model must be one whose generate is that of Transformers, got "
+            f"{type(owner).__name__}, which has {kind}; apply the policy to the "
+            "model inside that generates, or pass past_key_values=PolicyCache(policy)"
+        )
+    found: nn.Module = method.__self__
+    return found
