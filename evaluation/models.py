@@ -10,23 +10,12 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from kvpolicy.evaluation.defaults import BUNDLED, DTYPE_NAMES, NEEDLE
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NEEDLE = "needle"
-LONG_ANSWERS = "long_answers"
-# The bundled models by name, and where each is loaded.
-BUNDLED = {
-    name: f"kvpolicy.evaluation.tasks.{name}" for name in (NEEDLE, "ruler_words", LONG_ANSWERS)
-}
-# The first layer that answers as full context does in `kvpolicy compare --sweep`, whose prompts are
-# others than those it compares on.
-NEEDLE_TSP_LAYER = 2
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError)
 # What the Hugging Face Hub takes for a name: "model" or "owner/model".
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
@@ -55,15 +44,6 @@ class Loaded:
     def dtype(self) -> str:
         """The name of the model's dtype, such as ``"float32"``."""
         return str(self.model.dtype).removeprefix("torch.")
-
-
-def default_tsp_layer(name: str) -> int | None:
-    """Return the layer after which FastKV drops tokens in a known model; else None.
-
-    Args:
-        name: As for `load`.
-    """
-    return NEEDLE_TSP_LAYER if name == NEEDLE else None
 
 
 def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loaded:

@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import attrs
 
-from kvpolicy.building import PartOption, parse_assignments
+from kvpolicy.assignments import PartOption, parse_assignments
 from kvpolicy.checks import check_count
-from kvpolicy.evaluation.models import DTYPES, NEEDLE
-from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
+from kvpolicy.evaluation.defaults import DTYPE_NAMES, MIN_NEEDLE_CONTEXT, NEEDLE
 
 
 @attrs.frozen
@@ -77,7 +76,7 @@ class LoadingOptions:
 
     model: Annotated[str, Option(MODEL, metavar="NAME")] = NEEDLE
     dtype: Annotated[
-        str, Option(f"auto (the checkpoint's own), {', '.join(DTYPES)}.", metavar="NAME")
+        str, Option(f"auto (the checkpoint's own), {', '.join(DTYPE_NAMES)}.", metavar="NAME")
     ] = "auto"
     device: Annotated[
         str, Option("Where to compute, as torch names it: cpu, cuda.", metavar="NAME")

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 import kvpolicy
 from kvpolicy.evaluation import load, needle_prompts
 from kvpolicy.evaluation.cli import main
-from kvpolicy.evaluation.commands import compare as command_compare
-from kvpolicy.evaluation.commands import generate as command_generate
 from kvpolicy.evaluation.commands.app import app
-from kvpolicy.evaluation.commands.terminal import progress_shown
+from kvpolicy.evaluation.commands.work import compare as command_compare
+from kvpolicy.evaluation.commands.work import generate as command_generate
+from kvpolicy.evaluation.commands.work.terminal import progress_shown
 from kvpolicy.evaluation.comparison import rows
 from kvpolicy.evaluation.comparison.rows import ACCURACY_STAGE
 from kvpolicy.registry import registered
