@@ -10,6 +10,7 @@ import attrs
 from kvpolicy.assignments import PartOption, parse_assignments
 from kvpolicy.checks import check_count
 from kvpolicy.evaluation.defaults import DTYPE_NAMES, MIN_NEEDLE_CONTEXT, NEEDLE
+from kvpolicy.evaluation.model_names import check_model_name
 
 
 @attrs.frozen
@@ -72,7 +73,11 @@ TSP_LAYER = Option(
 
 @attrs.frozen
 class LoadingOptions:
-    """Command-line options that say which model is loaded, and how."""
+    """Command-line options that say which model is loaded, and how.
+
+    Raises:
+        ValueError: The model is a path, and no folder of a model.
+    """
 
     model: Annotated[str, Option(MODEL, metavar="NAME")] = NEEDLE
     dtype: Annotated[
@@ -81,6 +86,9 @@ class LoadingOptions:
     device: Annotated[
         str, Option("Where to compute, as torch names it: cpu, cuda.", metavar="NAME")
     ] = "cpu"
+
+    def __attrs_post_init__(self) -> None:
+        check_model_name(self.model)  # before anything heavy is imported
 
 
 @attrs.frozen

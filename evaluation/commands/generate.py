@@ -13,9 +13,14 @@ from kvpolicy.evaluation.options import CHAT, PROMPT, TSP_LAYER, ModelOptions, O
 
 @attrs.frozen(kw_only=True)
 class GenerateOptions(ModelOptions):
-    """The command-line options of `kvpolicy generate`."""
+    """The command-line options of `kvpolicy generate`.
 
-    prompt_file: Annotated[Path, Option(PROMPT, metavar="FILE")]
+    Raises:
+        ValueError: Both or none of the prompt and its file are given, or the prompt is empty.
+    """
+
+    prompt_file: Annotated[Path | None, Option(PROMPT, metavar="FILE")] = None
+    prompt: Annotated[str | None, Option("The prompt itself, in its place.", metavar="TEXT")] = None
     policies: PolicyOptions
     tsp_rate: Annotated[
         float | None, Option("Fraction of the context that goes on, in (0, 1].", metavar="RATE")
@@ -26,6 +31,14 @@ class GenerateOptions(ModelOptions):
     temperature: Annotated[float, Option("Of --sample, above 0.", metavar="T")] = 1.0
     seed: Annotated[int, Option("Of --sample.")] = 0
     chat: Annotated[bool | None, CHAT] = None
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if (self.prompt_file is None) == (self.prompt is None):
+            got = "neither" if self.prompt is None else "both"
+            raise ValueError(f"one of --prompt-file and --prompt must be given, got {got}")
+        if self.prompt is not None and not self.prompt.strip():
+            raise ValueError("--prompt must be a text, got an empty one")
 
 
 def generate(options: GenerateOptions) -> None:

@@ -117,8 +117,7 @@ def run(
     torch.set_num_threads(threads)
     tokenizer = load_tokenizer(settings.model)
     _check_template(settings, tokenizer)
-    progress("loading tasks", 0, 1)
-    tasks = _load_tasks(settings, tokenizer)
+    tasks = _load_tasks(settings, tokenizer, progress)
     progress(f"loading model {settings.model}", 0, 1)
     loaded = loader(settings.model, dtype=settings.dtype, device=settings.device)
     description = _description(attrs.evolve(settings, threads=threads), loaded, tasks, chosen)
@@ -146,12 +145,15 @@ def named_policies(model: str, names: Sequence[str], rates: Sequence[float]) -> 
     return variants(names, rates, tsp_layer=default_tsp_layer(model))
 
 
-def _load_tasks(settings: Settings, tokenizer: Any) -> dict[str, Any]:
+def _load_tasks(settings: Settings, tokenizer: Any, progress: Progress) -> dict[str, Any]:
     from kvpolicy.evaluation.suite.harness import quiet
-    from kvpolicy.evaluation.tasks.harness_tasks import load_tasks, task_manager
+    from kvpolicy.evaluation.tasks.harness_tasks import knowing, load_tasks, task_manager
 
     with quiet():
         manager = task_manager(settings.data, settings.lengths, tokenizer, include=settings.include)
+        manager = knowing(settings.tasks, manager)
+    progress("loading tasks", 0, 1)
+    with quiet():
         try:
             return load_tasks(settings.tasks, manager, limit=settings.limit)
         except OSError as error:  # a network's errors are of this kind

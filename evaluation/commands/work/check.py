@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import Any
 
@@ -48,5 +49,10 @@ def _table(found: Any, context: int) -> Table:
             reason = found.refusal_of(build(name), context)
         except (TypeError, ValueError) as error:  # one of another package may need arguments
             reason = str(error)
-        table.add_row(name, "yes" if reason is None else "no: " + textwrap.shorten(reason, 300))
+        table.add_row(name, "yes" if reason is None else "no: " + _sentence(reason))
     return table
+
+
+def _sentence(reason: str) -> str:
+    """Return a reason with classes named, not as Python writes their objects: without ``()``."""
+    return textwrap.shorten(re.sub(r"\b(\w+)\(\)", r"\1", reason), 300)

@@ -28,7 +28,8 @@ def run_generate(options: GenerateOptions) -> None:
         raise ValueError(f"temperature must be above 0 and finite, got {options.temperature}")
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"seed must be in [0, 2**63), got {options.seed}")
-    text = read_prompt(options.prompt_file)
+    text = options.prompt if options.prompt_file is None else read_prompt(options.prompt_file)
+    assert text is not None  # one of both is given
     loaded = load_shown(options)
     chosen.check_model(loaded.model.config.num_hidden_layers)
     input_ids = encode_prompt(loaded, text, chat=options.chat)

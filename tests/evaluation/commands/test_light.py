@@ -29,7 +29,7 @@ def test_help_and_wrong_command_lines_import_nothing_heavy() -> None:
         ["complare"],
         ["--nonsense"],
         *([name, "--nonsense"] for name in names),
-        ["generate"],
+        ["estimate"],
         ["compare", "--rate", "much"],
         ["estimate", "--config", "x", "--context", "0"],
     ]
@@ -51,6 +51,7 @@ def test_refused_options_import_nothing_heavy() -> None:
         ["compare", "--set", "window_size"],
         ["generate", "--prompt-file", "-", "--decoding-every", "4"],
         ["analyze", "--pool", "3"],
+        ["generate"],
     ]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(wrong)],
