@@ -1,6 +1,6 @@
 """Measure accuracy, memory and speed of policies, and provide the `kvpolicy` command.
 
-Importing it brings in neither Transformers nor the optional packages of the command and the
+Importing it brings in neither torch, Transformers nor the optional packages of the command and the
 pictures; what needs them imports them when it is called.
 """
 
