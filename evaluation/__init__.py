@@ -1,43 +1,97 @@
 """Measure accuracy, memory and speed of policies, and provide the `kvpolicy` command.
 
-Importing it brings in neither Transformers nor the optional packages of the command and the
+Importing it brings in neither torch, Transformers nor the optional packages of the command and the
 pictures; what needs them imports them when it is called.
 """
 
-from kvpolicy.building import build_policy
-from kvpolicy.evaluation.analysis.attention import (
-    Overlap,
-    attention_recall,
-    topk_overlap,
-    window_attention,
-)
-from kvpolicy.evaluation.analysis.distances import OutputDistances, output_distances
-from kvpolicy.evaluation.calibration.choice import measure_tsp_distances, select_tsp_layer
-from kvpolicy.evaluation.calibration.distances import Calibration, LayerDistance, TSPDistances
-from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy
-from kvpolicy.evaluation.comparison.latency import Latencies, Phase, Timing, measure_latency
-from kvpolicy.evaluation.comparison.rows import Comparison, Row, compare
-from kvpolicy.evaluation.comparison.sweep import (
-    HeldOut,
-    RateSweep,
-    Sweep,
-    sweep_rates,
-    sweep_tsp_layers,
-)
-from kvpolicy.evaluation.comparison.variant import Variant, variants
-from kvpolicy.evaluation.compression.compress import compress_prompt
-from kvpolicy.evaluation.compression.compressed import CompressedPrompt
-from kvpolicy.evaluation.compression.scoring import (
-    FilterLayerScorer,
-    LookAheadScorer,
-    PromptSaliency,
-    PromptScorer,
-)
-from kvpolicy.evaluation.cost.estimate import Estimate, estimate
-from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
-from kvpolicy.evaluation.cost.shapes import load_shape, shape_of
-from kvpolicy.evaluation.models import Loaded, load
-from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_prompts
+from typing import TYPE_CHECKING
+
+from kvpolicy.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvpolicy.building import build_policy
+    from kvpolicy.evaluation.analysis.attention import (
+        Overlap,
+        attention_recall,
+        topk_overlap,
+        window_attention,
+    )
+    from kvpolicy.evaluation.analysis.distances import OutputDistances, output_distances
+    from kvpolicy.evaluation.calibration.choice import measure_tsp_distances, select_tsp_layer
+    from kvpolicy.evaluation.calibration.distances import Calibration, LayerDistance, TSPDistances
+    from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy
+    from kvpolicy.evaluation.comparison.latency import Latencies, Phase, Timing, measure_latency
+    from kvpolicy.evaluation.comparison.rows import Comparison, Row, compare
+    from kvpolicy.evaluation.comparison.sweep import (
+        HeldOut,
+        RateSweep,
+        Sweep,
+        sweep_rates,
+        sweep_tsp_layers,
+    )
+    from kvpolicy.evaluation.comparison.variant import Variant, variants
+    from kvpolicy.evaluation.compression.compress import compress_prompt
+    from kvpolicy.evaluation.compression.compressed import CompressedPrompt
+    from kvpolicy.evaluation.compression.scoring import (
+        FilterLayerScorer,
+        LookAheadScorer,
+        PromptSaliency,
+        PromptScorer,
+    )
+    from kvpolicy.evaluation.cost.estimate import Estimate, estimate
+    from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
+    from kvpolicy.evaluation.cost.shapes import load_shape, shape_of
+    from kvpolicy.evaluation.models import Loaded, load
+    from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_prompts
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "kvpolicy.building": ("build_policy",),
+            "kvpolicy.evaluation.analysis.attention": (
+                "Overlap",
+                "attention_recall",
+                "topk_overlap",
+                "window_attention",
+            ),
+            "kvpolicy.evaluation.analysis.distances": ("OutputDistances", "output_distances"),
+            "kvpolicy.evaluation.calibration.choice": ("measure_tsp_distances", "select_tsp_layer"),
+            "kvpolicy.evaluation.calibration.distances": (
+                "Calibration",
+                "LayerDistance",
+                "TSPDistances",
+            ),
+            "kvpolicy.evaluation.comparison.accuracy": ("Score", "measure_accuracy"),
+            "kvpolicy.evaluation.comparison.latency": (
+                "Latencies",
+                "Phase",
+                "Timing",
+                "measure_latency",
+            ),
+            "kvpolicy.evaluation.comparison.rows": ("Comparison", "Row", "compare"),
+            "kvpolicy.evaluation.comparison.sweep": (
+                "HeldOut",
+                "RateSweep",
+                "Sweep",
+                "sweep_rates",
+                "sweep_tsp_layers",
+            ),
+            "kvpolicy.evaluation.comparison.variant": ("Variant", "variants"),
+            "kvpolicy.evaluation.compression.compress": ("compress_prompt",),
+            "kvpolicy.evaluation.compression.compressed": ("CompressedPrompt",),
+            "kvpolicy.evaluation.compression.scoring": (
+                "FilterLayerScorer",
+                "LookAheadScorer",
+                "PromptSaliency",
+                "PromptScorer",
+            ),
+            "kvpolicy.evaluation.cost.estimate": ("Estimate", "estimate"),
+            "kvpolicy.evaluation.cost.model_shape": ("LayerShape", "ModelShape"),
+            "kvpolicy.evaluation.cost.shapes": ("load_shape", "shape_of"),
+            "kvpolicy.evaluation.models": ("Loaded", "load"),
+            "kvpolicy.evaluation.tasks.prompts": ("Prompt", "needle_prompts", "read_prompts"),
+        },
+    )
 
 __all__ = [
     "Calibration",

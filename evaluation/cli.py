@@ -7,8 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-import torch
-
 from kvpolicy.evaluation.extras import MissingExtraError, require
 
 
@@ -34,10 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of stdout has left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 1
-    except (MissingExtraError, ValueError, OSError, torch.OutOfMemoryError) as error:
+    except Exception as error:
         # A command's work raises these for what its user can put right; the rest are bugs.
+        if not isinstance(error, MissingExtraError | ValueError | OSError | _out_of_memory()):
+            raise
         print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
+
+
+def _out_of_memory() -> type[Exception]:
+    """Return torch's error of a full memory; where torch is not imported none can be raised."""
+    torch = sys.modules.get("torch")
+    return MissingExtraError if torch is None else torch.OutOfMemoryError

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
+from kvpolicy.evaluation.defaults import BUNDLED, DTYPE_NAMES, NEEDLE
+from kvpolicy.evaluation.model_names import check_model_name
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NEEDLE = "needle"
-LONG_ANSWERS = "long_answers"
-# The bundled models by name, and where each is loaded.
-BUNDLED = {
-    name: f"kvpolicy.evaluation.tasks.{name}" for name in (NEEDLE, "ruler_words", LONG_ANSWERS)
-}
-# The first layer that answers as full context does in `kvpolicy compare --sweep`, whose prompts are
-# others than those it compares on.
-NEEDLE_TSP_LAYER = 2
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError)
-# What the Hugging Face Hub takes for a name: "model" or "owner/model".
-_HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 
 
 @attrs.frozen(eq=False)
@@ -57,15 +43,6 @@ class Loaded:
         return str(self.model.dtype).removeprefix("torch.")
 
 
-def default_tsp_layer(name: str) -> int | None:
-    """Return the layer after which FastKV drops tokens in a known model; else None.
-
-    Args:
-        name: As for `load`.
-    """
-    return NEEDLE_TSP_LAYER if name == NEEDLE else None
-
-
 def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loaded:
     """Load a model and its tokenizer.
 
@@ -86,7 +63,6 @@ def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loa
         task = import_module(BUNDLED[name])
         model = task.load_model(dtype=DTYPES.get(dtype, torch.float32))
         return Loaded(name, model.to(target).eval(), task.load_tokenizer())
-    _check_name(name)
     return _from_pretrained(name, DTYPES.get(dtype, "auto"), target)
 
 
@@ -101,16 +77,17 @@ def load_tokenizer(name: str = NEEDLE) -> Any:
     """
     if name in BUNDLED:
         return import_module(BUNDLED[name]).load_tokenizer()
-    _check_name(name)
+    place = check_model_name(name)
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(place)
     except _LOADING_ERRORS as error:
         raise _not_loaded(name, error) from error
 
 
 def _from_pretrained(name: str, dtype: torch.dtype | str, device: torch.device) -> Loaded:
+    place = check_model_name(name)
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
@@ -119,11 +96,11 @@ def _from_pretrained(name: str, dtype: torch.dtype | str, device: torch.device) 
     )
 
     try:
-        config = AutoConfig.from_pretrained(name)  # without a network this fails in half the time
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        config = AutoConfig.from_pretrained(place)  # without a network this fails in half the time
+        tokenizer = AutoTokenizer.from_pretrained(place)
         known = type(config) in AutoModelForCausalLM._model_mapping
         auto = AutoModelForCausalLM if known else AutoModelForImageTextToText
-        model = auto.from_pretrained(name, dtype=dtype)
+        model = auto.from_pretrained(place, dtype=dtype)
     except _LOADING_ERRORS as error:
         raise _not_loaded(name, error) from error
     return Loaded(name, model.to(device).eval(), tokenizer)
@@ -131,23 +108,6 @@ def _from_pretrained(name: str, dtype: torch.dtype | str, device: torch.device) 
 
 def _not_loaded(name: str, error: Exception) -> ValueError:
     return ValueError(f"model {name} could not be loaded: {' '.join(str(error).split())}")
-
-
-def _check_name(name: str) -> None:
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(
-                f"model folder {name} must hold a config.json as save_pretrained writes it, "
-                "got none"
-            )
-    elif path.exists():
-        raise ValueError(f"model {name} must be a folder as save_pretrained writes it, got a file")
-    elif not _HUB_NAME.fullmatch(name):
-        raise ValueError(
-            f"model {name} does not exist; give a folder, a Hub name such as owner/model, or "
-            f"{' or '.join(BUNDLED)} for a bundled model"
-        )
 
 
 def _check_device(device: str) -> torch.device:

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import attrs
 
-from kvpolicy.building import PartOption, parse_assignments
+from kvpolicy.assignments import PartOption, parse_assignments
 from kvpolicy.checks import check_count
-from kvpolicy.evaluation.models import DTYPES, NEEDLE
-from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
+from kvpolicy.evaluation.defaults import DTYPE_NAMES, MIN_NEEDLE_CONTEXT, NEEDLE
+from kvpolicy.evaluation.model_names import check_model_name
 
 
 @attrs.frozen
@@ -73,15 +73,22 @@ TSP_LAYER = Option(
 
 @attrs.frozen
 class LoadingOptions:
-    """Command-line options that say which model is loaded, and how."""
+    """Command-line options that say which model is loaded, and how.
+
+    Raises:
+        ValueError: The model is a path, and no folder of a model.
+    """
 
     model: Annotated[str, Option(MODEL, metavar="NAME")] = NEEDLE
     dtype: Annotated[
-        str, Option(f"auto (the checkpoint's own), {', '.join(DTYPES)}.", metavar="NAME")
+        str, Option(f"auto (the checkpoint's own), {', '.join(DTYPE_NAMES)}.", metavar="NAME")
     ] = "auto"
     device: Annotated[
         str, Option("Where to compute, as torch names it: cpu, cuda.", metavar="NAME")
     ] = "cpu"
+
+    def __attrs_post_init__(self) -> None:
+        check_model_name(self.model)  # before anything heavy is imported
 
 
 @attrs.frozen

@@ -9,12 +9,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import kvpolicy
 from kvpolicy.checks import check_count
+
+if TYPE_CHECKING:
+    import torch
 
 
 def cpu_count() -> int:
@@ -61,6 +62,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     Args:
         device: The model's device.
     """
+    import torch
+
     found: dict[str, Any] = {
         "versions": {
             "kvpolicy": kvpolicy.__version__,

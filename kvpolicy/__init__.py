@@ -6,16 +6,37 @@ layer?), a `KVSelector` (which keys and values does the layer keep?) and a `Prop
 parts in `kvpolicy.policies`; `kvpolicy.integrations.transformers.PolicyCache` applies any of them.
 """
 
-from kvpolicy.budgets import Budget, DefaultRate
-from kvpolicy.context import LayerContext
-from kvpolicy.decision import Decision
-from kvpolicy.decoding import DecodingEviction
-from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
-from kvpolicy.kinds import TokenKind
-from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import build, registered
-from kvpolicy.repetition import Repetition
-from kvpolicy.rotary import RotaryEmbedding
+from typing import TYPE_CHECKING
+
+from kvpolicy.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvpolicy.budgets import Budget, DefaultRate
+    from kvpolicy.context import LayerContext
+    from kvpolicy.decision import Decision
+    from kvpolicy.decoding import DecodingEviction
+    from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+    from kvpolicy.kinds import TokenKind
+    from kvpolicy.policy import CachePolicy
+    from kvpolicy.registry import build, registered
+    from kvpolicy.repetition import Repetition
+    from kvpolicy.rotary import RotaryEmbedding
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "kvpolicy.budgets": ("Budget", "DefaultRate"),
+            "kvpolicy.context": ("LayerContext",),
+            "kvpolicy.decision": ("Decision",),
+            "kvpolicy.decoding": ("DecodingEviction",),
+            "kvpolicy.interfaces": ("KVSelector", "PropagationPolicy", "Scorer"),
+            "kvpolicy.kinds": ("TokenKind",),
+            "kvpolicy.policy": ("CachePolicy",),
+            "kvpolicy.registry": ("build", "registered"),
+            "kvpolicy.repetition": ("Repetition",),
+            "kvpolicy.rotary": ("RotaryEmbedding",),
+        },
+    )
 
 __version__ = "0.1.0"
 

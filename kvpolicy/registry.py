@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvpolicy.checks import check_kind
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.nearest import said
 from kvpolicy.policy import CachePolicy
 
 GROUP = "kvpolicy.policies"
@@ -114,9 +115,30 @@ def build(name: str, kind: str = "policy", **parameters: Any) -> Part:
         >>> build("snapkv", retention_rate=0.2).selector.budget
         Budget(rate=0.2, tokens=None)
     """
-    check_kind("name", name, str)
-    known = registered(kind)
-    factory = known.get(name.replace("-", "_"))
-    if factory is None:
-        raise UnknownPolicyError(f"no {kind} is named {name!r}; known: {', '.join(known)}")
-    return factory(**parameters)
+    check_names({kind: [name]})
+    return registered(kind)[name.replace("-", "_")](**parameters)
+
+
+def check_names(asked: Mapping[str, Iterable[str]]) -> None:
+    """Check that policies and parts are registered; ``-`` in their names counts as ``_``.
+
+    Args:
+        asked: The names by kind, such as ``{"policy": ["fastkv"], "scorer": ["last_query"]}``.
+
+    Raises:
+        TypeError: A name is not a str.
+        UnknownPolicyError: Nothing of its kind has a name; tells all such names, for each the
+            nearest that is known, and all that are known.
+    """
+    wrong = []
+    for kind, names in asked.items():
+        known = registered(kind)
+        unknown = []
+        for name in dict.fromkeys(names):
+            check_kind("name", name, str)
+            if name.replace("-", "_") not in known:
+                unknown.append(said(name, known, repr(name)))
+        if unknown:
+            wrong.append(f"no {kind} is named {' or '.join(unknown)}; known: {', '.join(known)}")
+    if wrong:
+        raise UnknownPolicyError("; ".join(wrong))

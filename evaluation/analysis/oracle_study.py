@@ -17,7 +17,8 @@ from kvpolicy.evaluation.analysis.oracle import (
     rank_scorers,
 )
 from kvpolicy.evaluation.analysis.plots import plot_rankings
-from kvpolicy.evaluation.analysis.study import AnalysisSettings, check, prompts_of
+from kvpolicy.evaluation.analysis.settings import AnalysisSettings
+from kvpolicy.evaluation.analysis.study import check, prompts_of
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import Loaded
 from kvpolicy.evaluation.progress import Progress, silent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -15,9 +15,10 @@ from kvpolicy.evaluation.analysis.attention import Overlap, overlap_of, recall_o
 from kvpolicy.evaluation.analysis.distances import OutputDistances, output_distances
 from kvpolicy.evaluation.analysis.inputs import check_k, check_ks, check_layers, check_prompts
 from kvpolicy.evaluation.analysis.plots import plot_distances, plot_overlap, plot_recall
+from kvpolicy.evaluation.analysis.settings import AnalysisSettings
+from kvpolicy.evaluation.defaults import NEEDLE
 from kvpolicy.evaluation.extras import require
-from kvpolicy.evaluation.models import NEEDLE, Loaded
-from kvpolicy.evaluation.options import CHAT, NeedleOptions, Option
+from kvpolicy.evaluation.models import Loaded
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.prompt_tokens import encode_prompt
 from kvpolicy.evaluation.readable import check_positions, positions_notes
@@ -28,46 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FILES = ("analyze.json", "overlap.png", "recall.png", "distances.png")
-
-
-@attrs.frozen(kw_only=True)
-class AnalysisSettings(NeedleOptions):
-    """Settings of an attention analysis: the model, the prompts and what is measured."""
-
-    seed: Annotated[int, Option("Of the needle prompts.")] = 0
-    prompt_files: Annotated[
-        tuple[Path, ...],
-        Option(
-            "A prompt, UTF-8 text, or - for stdin, repeatable; default: needle task.",
-            ("--prompt-file",),
-            metavar="FILE",
-        ),
-    ] = ()
-    chat: Annotated[bool | None, CHAT] = None
-    k: Annotated[int, Option("Tokens that each layer names.", ("--top-k", "-k"), min=1)] = 64
-    recall_ks: Annotated[
-        tuple[int, ...],
-        Option(
-            "Tokens whose share of attention is measured, repeatable; default: k/4 to 4k.",
-            ("--recall-k",),
-            min=1,
-        ),
-    ] = ()
-    window_size: Annotated[
-        int, Option("Last tokens whose attention counts.", ("--window",), min=1)
-    ] = 8
-    tsp_rate: Annotated[
-        float, Option("Fraction of a prompt that goes on, in (0, 1].", metavar="RATE")
-    ] = 0.2
-    layers: Annotated[
-        tuple[int, ...],
-        Option("A layer to drop tokens at, from 0, repeatable; default: all.", ("--layer",), min=0),
-    ] = ()
-
-    def ks(self, context_len: int) -> tuple[int, ...]:
-        """The numbers k of top tokens whose share of attention is measured, ascending."""
-        spread = {self.k // 4, self.k // 2, self.k, 2 * self.k, 4 * self.k}
-        return tuple(sorted(set(self.recall_ks) or {k for k in spread if 1 <= k <= context_len}))
 
 
 @attrs.frozen

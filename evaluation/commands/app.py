@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ from kvpolicy.evaluation.commands.generate import generate
 from kvpolicy.evaluation.commands.options import with_options
 from kvpolicy.evaluation.commands.policies import policies
 from kvpolicy.evaluation.commands.report import report
+from kvpolicy.nearest import said
 
 # A function of a class of options (see `kvpolicy.evaluation.commands.options`), or of nothing.
 COMMANDS: tuple[Callable[..., None], ...] = (
@@ -82,6 +84,27 @@ def _options(
     """Decide which tokens a language model keeps while it reads a long prompt."""
 
 
+def _unknown_options(error: Exception, arguments: Sequence[str]) -> str | None:
+    """Describe all unknown options of a command line; click stops at the first one.
+
+    Returns:
+        None if the error is of another kind.
+    """
+    first, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if type(error).__name__ != "NoSuchOption" or first is None or context is None:
+        return None
+    known = [
+        name
+        for each in context.command.get_params(context)
+        for name in (*each.opts, *each.secondary_opts)
+    ]
+    written = takewhile(lambda each: each != "--", arguments)
+    given = [each.partition("=")[0] for each in written if each.startswith("--")]
+    wrong = dict.fromkeys([first, *(name for name in given if name not in known)])
+    options = "option" if len(wrong) == 1 else "options"
+    return f"No such {options}: {', '.join(said(name, known) for name in wrong)}"
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run the command-line application; a wrong command line prints one line and returns 2.
 
@@ -102,6 +125,7 @@ def run(arguments: Sequence[str]) -> int:
         describe = getattr(error, "format_message", None)
         if describe is None:
             raise
-        print(f"error: {' '.join(describe().split())} (see --help)", file=sys.stderr)
+        wrong = _unknown_options(error, arguments) or describe()
+        print(f"error: {' '.join(wrong.split())} (see --help)", file=sys.stderr)
         return 2
     return status if isinstance(status, int) else 0

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
-from typing import Annotated, Any
+from typing import Annotated
 
 import attrs
-import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from kvpolicy.evaluation.commands.terminal import load_shown
+from kvpolicy.evaluation.commands.working import work
 from kvpolicy.evaluation.options import MODEL, LoadingOptions, Option
-from kvpolicy.registry import build, registered
-
-_WIDTH = 80
 
 
 @attrs.frozen(kw_only=True)
@@ -32,34 +24,4 @@ def check(options: CheckOptions) -> None:
     The model reads a few dozen tokens under a policy that evicts and under one that drops, and
     what it says is held against its own dense attention. Status 1 where no policy can be applied.
     """
-    from kvpolicy.integrations.transformers.checking import check_model
-
-    loaded = load_shown(options)
-    found = check_model(loaded.model)
-    console = Console(highlight=False, markup=False, width=_WIDTH)
-    console.print(f"{found.name} ({found.model_type})", style="bold")
-    for kind, count in found.kind_counts.items():
-        console.print(f"  {count} layers of {kind}")
-    for name, finding in found.findings.items():
-        said = f"off by {finding.error:.1e}, where what is not seen is worth {finding.effect:.1e}"
-        console.print(f"  self-check, {name}: {said if finding.reason is None else 'failed'}")
-    if not found.shows_queries:
-        console.print("  attention shows no queries: policies that look at them cannot be applied")
-    if not found.pads:
-        console.print("  rows must not be padded: the model itself reads them otherwise then")
-    console.print(_table(found, options.context))
-    if found.refusal is not None:
-        raise typer.Exit(1)
-
-
-def _table(found: Any, context: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=f"at {context:,} tokens", title_justify="left")
-    table.add_column("policy", no_wrap=True)
-    table.add_column("can be applied")
-    for name in registered("policy"):
-        try:
-            reason = found.refusal_of(build(name), context)
-        except (TypeError, ValueError) as error:  # one of another package may need arguments
-            reason = str(error)
-        table.add_row(name, "yes" if reason is None else "no: " + textwrap.shorten(reason, 300))
-    return table
+    work("check", options)

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import math
-import time
 from pathlib import Path
 from typing import Annotated
 
 import attrs
-from rich.console import Console
 
-from kvpolicy.evaluation.commands.stream import stream
-from kvpolicy.evaluation.commands.terminal import load_shown, plain_console
-from kvpolicy.evaluation.comparison.chosen import chosen_variant
-from kvpolicy.evaluation.comparison.variant import Variant
-from kvpolicy.evaluation.models import default_tsp_layer
+from kvpolicy.evaluation.commands.working import work
 from kvpolicy.evaluation.options import CHAT, PROMPT, TSP_LAYER, ModelOptions, Option, PolicyOptions
-from kvpolicy.evaluation.prompt_tokens import encode_prompt
-from kvpolicy.evaluation.readable import check_positions, positions_notes
-from kvpolicy.evaluation.tasks.prompts import read_prompt
-
-DEFAULT = "fastkv"
 
 
 @attrs.frozen(kw_only=True)
 class GenerateOptions(ModelOptions):
-    """The command-line options of `kvpolicy generate`."""
+    """The command-line options of `kvpolicy generate`.
 
-    prompt_file: Annotated[Path, Option(PROMPT, metavar="FILE")]
+    Raises:
+        ValueError: Both or none of the prompt and its file are given, or the prompt is empty.
+    """
+
+    prompt_file: Annotated[Path | None, Option(PROMPT, metavar="FILE")] = None
+    prompt: Annotated[str | None, Option("The prompt itself, in its place.", metavar="TEXT")] = None
     policies: PolicyOptions
     tsp_rate: Annotated[
         float | None, Option("Fraction of the context that goes on, in (0, 1].", metavar="RATE")
@@ -39,12 +32,13 @@ class GenerateOptions(ModelOptions):
     seed: Annotated[int, Option("Of --sample.")] = 0
     chat: Annotated[bool | None, CHAT] = None
 
-    def variant(self) -> Variant:
-        """Build the policy that the options ask for."""
-        own = {"tsp_rate": self.tsp_rate, "tsp_layer": self.tsp_layer}
-        given = {name: value for name, value in own.items() if value is not None}
-        policies = attrs.evolve(self.policies, assignments=self.policies.assignments | given)
-        return chosen_variant(policies, DEFAULT, tsp_layer=default_tsp_layer(self.model))
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if (self.prompt_file is None) == (self.prompt is None):
+            got = "neither" if self.prompt is None else "both"
+            raise ValueError(f"one of --prompt-file and --prompt must be given, got {got}")
+        if self.prompt is not None and not self.prompt.strip():
+            raise ValueError("--prompt must be a text, got an empty one")
 
 
 def generate(options: GenerateOptions) -> None:
@@ -52,36 +46,4 @@ def generate(options: GenerateOptions) -> None:
 
     Without --policy FastKV, at its own retention rate.
     """
-    chosen = options.variant().policy
-    if not 0 < options.temperature < math.inf:
-        raise ValueError(f"temperature must be above 0 and finite, got {options.temperature}")
-    if not 0 <= options.seed < 2**63:
-        raise ValueError(f"seed must be in [0, 2**63), got {options.seed}")
-    text = read_prompt(options.prompt_file)
-    loaded = load_shown(options)
-    chosen.check_model(loaded.model.config.num_hidden_layers)
-    input_ids = encode_prompt(loaded, text, chat=options.chat)
-    check_positions(
-        loaded,
-        input_ids.shape[1],
-        options.max_new_tokens,
-        beyond=options.beyond_positions,
-        remedy="a shorter prompt, fewer --max-new-tokens",
-    )
-    begin = time.perf_counter()
-    with Console(stderr=True).status(f"reading {input_ids.shape[1]:,} tokens") as reading:
-        cache = stream(
-            loaded,
-            input_ids,
-            chosen,
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature if options.sample else None,
-            seed=options.seed,
-            on_text=reading.stop,
-        )
-    seconds = time.perf_counter() - begin
-    errors = plain_console(stderr=True)
-    errors.rule(f"{chosen}, prompt of {input_ids.shape[1]:,} tokens, {seconds:.1f} s")
-    errors.print(str(cache.report()))
-    for note in positions_notes(loaded.model, input_ids.shape[1]):
-        errors.print(note)
+    work("generate", options)

@@ -1,14 +1,15 @@
 """Make a command of a function that takes one attrs class: its fields are the options.
 
-A command is one file: the class of its options, and a function of them, whose docstring is the
-help. `kvpolicy.evaluation.commands.check` is a short one::
+A command is two files. One has the class of its options, and a function of them, whose docstring is
+the help; it imports neither torch nor Transformers, so that help and wrong options need neither.
+The other does the work. `kvpolicy.evaluation.commands.check` is a short one::
 
     @attrs.frozen(kw_only=True)
     class CheckOptions(LoadingOptions):
         context: Annotated[int, Option("Tokens of the context to check for.", min=1)] = 32768
 
     def check(options: CheckOptions) -> None:
-        ...
+        work("check", options)  # calls run_check in kvpolicy.evaluation.commands.work.check
 
 - A field of type ``Annotated[type, Option(help, ...)]`` is an option. Without a default it must be
   given; where it is not given, the class has its own default, which may be computed.

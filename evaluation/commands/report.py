@@ -7,10 +7,8 @@ from typing import Annotated
 
 import attrs
 
-from kvpolicy.evaluation.commands.terminal import plain_console
+from kvpolicy.evaluation.commands.working import work
 from kvpolicy.evaluation.options import Option
-from kvpolicy.evaluation.suite.folder import load
-from kvpolicy.evaluation.suite.report import write_report
 
 PAGE = "report.html"
 
@@ -32,10 +30,4 @@ def report(options: ReportOptions) -> None:
 
     A folder that is not finished is reported on as far as it is, and marked.
     """
-    found = load(options.results)
-    files = write_report(found, options.out or options.results / PAGE)
-    console = plain_console()
-    expected = sum(found.description.expected.values())
-    if len(found.samples) < expected:
-        console.print(f"{len(found.samples):,} of {expected:,} samples are finished")
-    console.print(f"written: {', '.join(map(str, files))}")
+    work("report", options)

@@ -10,12 +10,13 @@ import attrs
 
 from kvpolicy.building import PARTS, build_policy, compose, factory_of, parameters_of
 from kvpolicy.decoding import DecodingEviction
-from kvpolicy.evaluation.comparison.variant import Variant, retention, takes
+from kvpolicy.evaluation.comparison.variant import Variant, retention
 from kvpolicy.evaluation.options import PolicyOptions
+from kvpolicy.nearest import said
 from kvpolicy.policies import Method
 from kvpolicy.policies.methods.method import under_tokens
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import Part, registered
+from kvpolicy.registry import Part, check_names, registered
 
 COMPOSITION = "composition"
 
@@ -34,6 +35,8 @@ def chosen_variants(
         ValueError: A name is unknown, a value out of its range, or an option is taken by none of
             the policies.
     """
+    named = {kind: [part.name] for kind, part in options.parts.items()}
+    check_names({"policy": options.names, **named})
     found = []
     if options.names or not options.parts:
         found += _methods(options, rates, tsp_layer)
@@ -137,10 +140,8 @@ def _methods(
 
 
 def _names(options: PolicyOptions) -> list[str]:
-    """Check the policy names given on the command line, and return each once; all if none given."""
+    """Return the policy names given on the command line, each once; all if none is given."""
     names = options.names or tuple(registered("policy"))
-    for name in names:
-        takes(name, "")  # lists the known ones
     return list(dict.fromkeys(name.replace("-", "_") for name in names))
 
 
@@ -197,10 +198,14 @@ def _check_taken(options: PolicyOptions, found: Sequence[Variant]) -> None:
     wanted |= {"protect": "--protect"} if "protect" in wanted else {}
     wanted |= {"retention_rate": "--rate"} if options.rates else {}
     wanted |= {"retention_tokens": "--retention-tokens"} if options.tokens else {}
-    for name, option in wanted.items():
-        if name not in known:
-            names = ", ".join(dict.fromkeys(each.name for each in found))
-            raise ValueError(
-                f"{option} must name a parameter of a chosen policy, got none that takes it among "
-                f"{names}; see kvpolicy policies"
-            )
+    wrong = [
+        said(name, known, option) if name in options.assignments else option
+        for name, option in wanted.items()
+        if name not in known
+    ]
+    if wrong:
+        names = ", ".join(dict.fromkeys(each.name for each in found))
+        raise ValueError(
+            f"{' and '.join(wrong)} must name a parameter of a chosen policy, got none that takes "
+            f"it among {names}; see kvpolicy policies"
+        )

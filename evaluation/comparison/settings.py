@@ -7,12 +7,15 @@ from typing import Annotated
 
 import attrs
 
-from kvpolicy.evaluation.comparison.variant import RATES
-from kvpolicy.evaluation.models import NEEDLE, default_tsp_layer
+from kvpolicy.evaluation.defaults import (
+    MIN_NEEDLE_CONTEXT,
+    NEEDLE,
+    OWN_CONTEXTS,
+    RATES,
+    default_tsp_layer,
+)
 from kvpolicy.evaluation.options import THREADS, TSP_LAYER, ModelOptions, Option, PolicyOptions
 from kvpolicy.evaluation.results import default_threads
-from kvpolicy.evaluation.tasks.own_prompts import OWN_PROMPTS
-from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
 
 
 @attrs.frozen
@@ -57,7 +60,7 @@ class Settings(ModelOptions):
         int,
         Option(
             "Tokens of a prompt that is made, at least 64; default: "
-            + ", ".join(f"{name} {own.context}" for name, own in OWN_PROMPTS.items())
+            + ", ".join(f"{name} {context}" for name, context in OWN_CONTEXTS.items())
             + ".",
             min=MIN_NEEDLE_CONTEXT,
         ),
@@ -86,7 +89,7 @@ class Settings(ModelOptions):
 
     @context.default
     def _context(self) -> int:
-        return OWN_PROMPTS.get(self.model, OWN_PROMPTS[NEEDLE]).context
+        return OWN_CONTEXTS.get(self.model, OWN_CONTEXTS[NEEDLE])
 
     @count.default
     def _count(self) -> int:

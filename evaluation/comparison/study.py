@@ -20,7 +20,6 @@ from kvpolicy.evaluation.comparison.rows import Comparison, Listener, Row, compa
 from kvpolicy.evaluation.comparison.settings import Settings
 from kvpolicy.evaluation.comparison.speed import MIN_ROUNDS
 from kvpolicy.evaluation.comparison.sweep import (
-    CALIBRATION_SEED_OFFSET,
     SEED_OFFSET,
     RateSweep,
     Sweep,
@@ -28,6 +27,7 @@ from kvpolicy.evaluation.comparison.sweep import (
     sweep_tsp_layers,
 )
 from kvpolicy.evaluation.comparison.variant import Variant
+from kvpolicy.evaluation.defaults import CALIBRATION_SEED_OFFSET
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import Loaded
 from kvpolicy.evaluation.progress import Progress, silent

@@ -12,7 +12,8 @@ from kvpolicy.checks import check_rate
 from kvpolicy.evaluation.calibration.distances import Calibration
 from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy
 from kvpolicy.evaluation.comparison.rows import score_data
-from kvpolicy.evaluation.comparison.variant import RATES, variants
+from kvpolicy.evaluation.comparison.variant import variants
+from kvpolicy.evaluation.defaults import RATES
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.tasks.prompts import Prompt
 from kvpolicy.policies import FastKV, FullContext
@@ -20,10 +21,8 @@ from kvpolicy.policies import FastKV, FullContext
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# A layer must not be chosen on the prompts that it is then measured on: a sweep draws others, and
-# calibration others again.
+# A layer must not be chosen on the prompts that it is then measured on: a sweep draws others.
 SEED_OFFSET = 1000
-CALIBRATION_SEED_OFFSET = 2000
 
 # Both rates of a sweep of rates: from the bundled model's limit to where nothing is lost any more.
 GRID = (0.02, 0.05, 0.1, 0.2, 0.4)

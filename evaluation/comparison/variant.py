@@ -9,11 +9,9 @@ import attrs
 
 from kvpolicy.building import build_policy, factory_of, parameters_of
 from kvpolicy.checks import check_kind
+from kvpolicy.evaluation.defaults import RATES
 from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import registered
-
-# The paper's two rates, and one so low that the bundled model tells methods apart.
-RATES = (0.02, 0.1, 0.2)
 
 
 @attrs.frozen

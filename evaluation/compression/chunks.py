@@ -17,9 +17,10 @@ from kvpolicy.evaluation.compression.tokens import (
     INSIDE_CHARACTER,
     Tokens,
 )
+from kvpolicy.evaluation.defaults import ALIGNMENT_NAMES
 from kvpolicy.selection import ranks, select_top
 
-ALIGNMENTS = {"line": BETWEEN_LINES, "word": BETWEEN_WORDS, "token": BETWEEN_TOKENS}
+ALIGNMENTS = dict(zip(ALIGNMENT_NAMES, (BETWEEN_LINES, BETWEEN_WORDS, BETWEEN_TOKENS), strict=True))
 
 
 @attrs.frozen

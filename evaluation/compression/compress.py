@@ -19,11 +19,10 @@ from kvpolicy.evaluation.compression.compressed import CompressedPrompt
 from kvpolicy.evaluation.compression.scoring import LookAheadScorer, PromptScorer
 from kvpolicy.evaluation.compression.segments import segments_of, shortened, shorter_ids
 from kvpolicy.evaluation.compression.tokens import tokens_of
+from kvpolicy.evaluation.defaults import COMPRESSION_RATE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-DEFAULT_RATE = 0.2
 
 
 def compress_prompt(
@@ -147,7 +146,7 @@ def check_extent(
     if rate is not None and tokens is not None:
         raise ValueError("at most one of rate and tokens must be given, got both")
     if tokens is None:
-        rate = check_rate("rate", DEFAULT_RATE if rate is None else rate)
+        rate = check_rate("rate", COMPRESSION_RATE if rate is None else rate)
     else:
         check_count("tokens", tokens, minimum=1)
     check_count("chunk_size", chunk_size, minimum=1)

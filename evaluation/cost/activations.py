@@ -39,6 +39,7 @@ from kvpolicy.evaluation.cost.deciding import deciding_bytes
 from kvpolicy.evaluation.cost.live_bytes import LiveBytes
 from kvpolicy.evaluation.cost.model_shape import LayerShape
 from kvpolicy.evaluation.cost.tracing import quiet
+from kvpolicy.evaluation.defaults import ATTENTION_NAMES
 from kvpolicy.integrations.transformers.model.finding import find_decoder, layers_within
 from kvpolicy.policy import CachePolicy
 
@@ -369,11 +370,9 @@ def _kernel_output(query: Tensor, value: Tensor) -> Tensor:
 
 
 # By what they are called here: how masks are made, and what attends.
-ATTENTIONS: dict[str, Any] = {
-    "sdpa": sdpa_mask,
-    "flash": flash_attention_mask,
-    "eager": eager_mask,
-}
+ATTENTIONS: dict[str, Any] = dict(
+    zip(ATTENTION_NAMES, (sdpa_mask, flash_attention_mask, eager_mask), strict=True)
+)
 KERNELS: dict[str, Callable[..., Tensor]] = {"sdpa": _sdpa, "flash": _flash, "eager": _eager}
 
 

@@ -7,16 +7,16 @@ import json
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import attrs
 import torch
 
 from kvpolicy.checks import check_count
 from kvpolicy.evaluation.comparison.variant import Variant, variants
+from kvpolicy.evaluation.defaults import default_tsp_layer
 from kvpolicy.evaluation.extras import require
-from kvpolicy.evaluation.models import Loaded, default_tsp_layer, load, load_tokenizer
-from kvpolicy.evaluation.options import THREADS, ModelOptions, Option, split_names
+from kvpolicy.evaluation.models import Loaded, load, load_tokenizer
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.results import check_folder, check_threads, default_threads, environment
 from kvpolicy.evaluation.suite.filling import expected_samples, fill
@@ -31,57 +31,7 @@ from kvpolicy.evaluation.suite.folder import (
 from kvpolicy.evaluation.suite.folder import load as load_results
 from kvpolicy.evaluation.suite.runner import Listener, Runner
 from kvpolicy.evaluation.suite.sample import FULL_CONTEXT, Method
-
-
-def _lengths(texts: Sequence[str], option: str) -> tuple[int, ...]:
-    found = []
-    for text in split_names(texts, option):
-        if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"{option} must be numbers of tokens, such as 4096,8192, got {text}")
-        found.append(int(text))
-    return tuple(found)
-
-
-@attrs.frozen
-class Settings(ModelOptions):
-    """Settings of an evaluation on tasks: the model, tasks, policies and how they are asked."""
-
-    tasks: Annotated[
-        tuple[str, ...],
-        Option(
-            "The harness's tasks, groups or tags, comma-separated or repeated.",
-            ("--tasks", "-t"),
-            metavar="NAMES",
-            read=split_names,
-        ),
-    ] = attrs.field(kw_only=True)
-    lengths: Annotated[
-        tuple[int, ...],
-        Option(
-            "Prompt lengths of tasks that are made for one, as the tasks; default: 4096.",
-            read=_lengths,
-        ),
-    ] = (4096,)
-    questions: Annotated[
-        tuple[str, ...],
-        Option(
-            "with: the policy sees the question; later: it is asked when the policy has chosen; "
-            "or both. Default: with.",
-            ("--question",),
-            metavar="HOW",
-            read=split_names,
-        ),
-    ] = ("with",)
-    data: Annotated[Path | None, Option("Local data of the tasks.", metavar="DIR")] = None
-    include: Annotated[
-        tuple[Path, ...],
-        Option("A folder with tasks of your own, repeatable.", metavar="DIR"),
-    ] = ()
-    limit: Annotated[int | None, Option("Documents of each task and length.", min=1)] = None
-    batch_size: Annotated[int, Option("Prompts that are read at once.", min=1)] = 1
-    chat_template: Annotated[bool, Option("Ask in the tokenizer's chat template.")] = False
-    # None for those the folder was begun with, or as many as are idle.
-    threads: Annotated[int | None, THREADS] = None
+from kvpolicy.evaluation.suite.settings import Settings
 
 
 def check(settings: Settings, out: Path) -> None:
@@ -167,8 +117,7 @@ def run(
     torch.set_num_threads(threads)
     tokenizer = load_tokenizer(settings.model)
     _check_template(settings, tokenizer)
-    progress("loading tasks", 0, 1)
-    tasks = _load_tasks(settings, tokenizer)
+    tasks = _load_tasks(settings, tokenizer, progress)
     progress(f"loading model {settings.model}", 0, 1)
     loaded = loader(settings.model, dtype=settings.dtype, device=settings.device)
     description = _description(attrs.evolve(settings, threads=threads), loaded, tasks, chosen)
@@ -196,12 +145,15 @@ def named_policies(model: str, names: Sequence[str], rates: Sequence[float]) -> 
     return variants(names, rates, tsp_layer=default_tsp_layer(model))
 
 
-def _load_tasks(settings: Settings, tokenizer: Any) -> dict[str, Any]:
+def _load_tasks(settings: Settings, tokenizer: Any, progress: Progress) -> dict[str, Any]:
     from kvpolicy.evaluation.suite.harness import quiet
-    from kvpolicy.evaluation.tasks.harness_tasks import load_tasks, task_manager
+    from kvpolicy.evaluation.tasks.harness_tasks import knowing, load_tasks, task_manager
 
     with quiet():
         manager = task_manager(settings.data, settings.lengths, tokenizer, include=settings.include)
+        manager = knowing(settings.tasks, manager)
+    progress("loading tasks", 0, 1)
+    with quiet():
         try:
             return load_tasks(settings.tasks, manager, limit=settings.limit)
         except OSError as error:  # a network's errors are of this kind

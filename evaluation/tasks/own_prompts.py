@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import attrs
 
-from kvpolicy.evaluation.models import LONG_ANSWERS, NEEDLE
+from kvpolicy.evaluation.defaults import LONG_ANSWERS, NEEDLE, OWN_CONTEXTS
 from kvpolicy.evaluation.tasks.long_answers.task import KINDS, STEP_TOKENS, LongAnswerTask
 from kvpolicy.evaluation.tasks.prompts import Prompt, check_extent, needle_prompts
 
@@ -47,7 +47,7 @@ class OwnPrompts:
 
 
 OWN_PROMPTS = {
-    NEEDLE: OwnPrompts(needle_prompts, 1024, "needle prompts"),
-    LONG_ANSWERS: OwnPrompts(long_prompts, 256, "prompts"),
+    NEEDLE: OwnPrompts(needle_prompts, OWN_CONTEXTS[NEEDLE], "needle prompts"),
+    LONG_ANSWERS: OwnPrompts(long_prompts, OWN_CONTEXTS[LONG_ANSWERS], "prompts"),
 }
 """By the name of the bundled model."""

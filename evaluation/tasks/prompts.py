@@ -11,10 +11,10 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.evaluation.defaults import MIN_NEEDLE_CONTEXT
 from kvpolicy.evaluation.readable import check_known, check_whole
 from kvpolicy.evaluation.tasks.long_answers.task import right_steps
 
-MIN_NEEDLE_CONTEXT = 64
 # What the name of a measure ends in that counts steps.
 STEPS = " steps"
 

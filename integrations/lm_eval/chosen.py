@@ -8,7 +8,8 @@ from typing import Any
 
 from lm_eval.models.huggingface import HFLM
 
-from kvpolicy.building import PARTS, PartOption, build_policy, compose, factory_of, parameters_of
+from kvpolicy.assignments import PartOption
+from kvpolicy.building import PARTS, build_policy, compose, factory_of, parameters_of
 from kvpolicy.checks import check_kind
 from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import registered

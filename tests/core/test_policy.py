@@ -120,8 +120,9 @@ def test_the_registry_knows_the_kinds() -> None:
 
 def test_building_by_name() -> None:
     assert kvpolicy.build("fastkv", tsp_layer=3) == FastKV(tsp_layer=3)
+    near = r"named 'fastkw' \(did you mean fastkv\?\); known: ada_kv, chunk_kv, "
     assert kvpolicy.build("full-context").prefill_compute_rate(5) == 1.0
-    with pytest.raises(UnknownPolicyError, match="named 'fastkw'; known: ada_kv, chunk_kv, "):
+    with pytest.raises(UnknownPolicyError, match=near):
         kvpolicy.build("fastkw")
     with pytest.raises(UnknownPolicyError, match="no selector is named 'fastkv'"):
         kvpolicy.build("fastkv", "selector")

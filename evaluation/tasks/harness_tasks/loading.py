@@ -116,7 +116,7 @@ def load_tasks(
     """
     if limit is not None:
         check_count("limit", limit, minimum=1)
-    manager = _knowing(names, manager)
+    manager = knowing(names, manager)
     wanted = Wanted(
         manager.data,
         tuple(lengths or manager.lengths),
@@ -134,8 +134,16 @@ def load_tasks(
     return tasks
 
 
-def _knowing(names: Sequence[str], manager: LocalTaskManager) -> LocalTaskManager:
-    """Return a harness task manager that knows all given task names; ValueError if none does."""
+def knowing(names: Sequence[str], manager: LocalTaskManager) -> LocalTaskManager:
+    """Return a harness task manager that knows all given task names.
+
+    Args:
+        names: Of tasks, groups or tags.
+        manager: From `task_manager`; returned if it knows them.
+
+    Raises:
+        ValueError: No manager knows them; tells all that are unknown, and which names are near.
+    """
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown and not manager.everything:
         manager = task_manager(
@@ -146,11 +154,13 @@ def _knowing(names: Sequence[str], manager: LocalTaskManager) -> LocalTaskManage
             everything=True,
         )
         unknown = [name for name in unknown if name not in manager.all_tasks]
+    got = []
     for name in unknown:
         near = difflib.get_close_matches(name, manager.all_tasks, n=5, cutoff=0.5)
+        got.append(f"{name!r}; near: {', '.join(near) or 'none'}")
+    if got:
         raise ValueError(
-            f"tasks must be names of the harness's tasks, groups or tags, got {name!r}; near: "
-            f"{', '.join(near) or 'none'}"
+            "tasks must be names of the harness's tasks, groups or tags, got " + "; and ".join(got)
         )
     return manager
 

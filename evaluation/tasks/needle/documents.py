@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
+from kvpolicy.evaluation.defaults import MIN_NEEDLE_CONTEXT
 
 from .task import NeedleTask
 from .vocabulary import token_names

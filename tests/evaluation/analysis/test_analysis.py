@@ -29,6 +29,7 @@ from kvpolicy.evaluation.analysis import study
 from kvpolicy.evaluation.analysis.attention import overlap_of, recall_of, top_tokens
 from kvpolicy.evaluation.analysis.forward import ShowingSelector, WindowAttentionScorer
 from kvpolicy.evaluation.analysis.plots import plot_distances, plot_overlap, plot_recall
+from kvpolicy.evaluation.analysis.settings import AnalysisSettings
 from kvpolicy.evaluation.cli import main
 from kvpolicy.testing import check_scorer, check_selector
 from tests.reference import random_tokens, tiny_model
@@ -536,7 +537,7 @@ def test_bad_input_leaves_no_file(
 )
 def test_settings_are_held_against_all_prompts_before_any_is_read(change: dict[str, Any]) -> None:
     said: list[str] = []
-    settings = study.AnalysisSettings(**{"context": 64, "count": 2, "k": 8, **change})
+    settings = AnalysisSettings(**{"context": 64, "count": 2, "k": 8, **change})
     with pytest.raises(ValueError, match=r"got 65|got 6$"):
         study.run(settings, [], load(), lambda stage, done, total: said.append(stage))
     assert said == []
@@ -567,7 +568,9 @@ def test_a_picture_that_fails_leaves_no_file(
 def test_a_long_prompt_is_noted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load()
     monkeypatch.setattr(loaded.model.config, "max_position_embeddings", 63)
-    monkeypatch.setattr("kvpolicy.evaluation.commands.analyze.load_shown", lambda *each: loaded)
+    monkeypatch.setattr(
+        "kvpolicy.evaluation.commands.work.analyze.load_shown", lambda *each: loaded
+    )
     said = "Prompts of up to 64 tokens exceed the 63 positions that the model is made for."
     status, out, err = run(*SMALL)
     assert (status, out) == (1, "")

@@ -53,6 +53,15 @@ def test_what_cannot_work_says_why(tmp_path: Path, capsys: pytest.CaptureFixture
     assert all(each.startswith("no: scores of attention must") for each in rows_of(out).values())
 
 
+def test_reasons_name_classes_in_sentences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", saved("gptj", tmp_path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "no: AdaKV cannot be applied to GPTJForCausalLM, whose attention" in out
+    assert "()" not in out
+
+
 def test_attention_that_shows_no_queries(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 import kvpolicy
 from kvpolicy.evaluation import load, needle_prompts
 from kvpolicy.evaluation.cli import main
-from kvpolicy.evaluation.commands import compare as command_compare
-from kvpolicy.evaluation.commands import generate as command_generate
 from kvpolicy.evaluation.commands.app import app
-from kvpolicy.evaluation.commands.terminal import progress_shown
+from kvpolicy.evaluation.commands.work import compare as command_compare
+from kvpolicy.evaluation.commands.work import generate as command_generate
+from kvpolicy.evaluation.commands.work.terminal import progress_shown
 from kvpolicy.evaluation.comparison import rows
 from kvpolicy.evaluation.comparison.rows import ACCURACY_STAGE
 from kvpolicy.registry import registered
@@ -87,7 +87,7 @@ def test_version_and_help(run: Run) -> None:
     [
         (["nope"], "No such command 'nope'"),
         (["--nope"], "No such option"),
-        (["generate"], "Missing option '--prompt-file'"),
+        (["estimate"], "Missing option '--config'"),
         (["compare", "--rate", "much"], "Invalid value for '--rate'"),
         (["compare", "--context", "63"], "Invalid value for '--context'"),
         (["compare", "--count", "1"], "Invalid value for '--count'"),
@@ -320,6 +320,17 @@ def test_generate_streams_and_reports(run: Run, prompt_file: Path) -> None:
     assert len(out.split()) == 3
     assert "FastKV(tsp_layer=2), prompt of 128 tokens" in err
     assert re.search(r"^total +130 +14.0 ", err, flags=re.MULTILINE)  # int(12.8) + 2 appended
+
+
+def test_generate_takes_the_prompt_itself(run: Run, prompt_file: Path) -> None:
+    text = prompt_file.read_text().rstrip()
+    given = run("generate", "--prompt", text, "--max-new-tokens", 3)
+    read = run("generate", "--prompt-file", prompt_file, "--max-new-tokens", 3)
+    assert (given[0], given[1]) == (0, read[1])
+    wanted = "one of --prompt-file and --prompt must be given, got "
+    fails(run("generate"), 1, f"{wanted}neither")
+    fails(run("generate", "--prompt", text, "--prompt-file", prompt_file), 1, f"{wanted}both")
+    fails(run("generate", "--prompt", " "), 1, "--prompt must be a text, got an empty one")
 
 
 def test_generate_answers_under_full_context(run: Run, prompt_file: Path) -> None:

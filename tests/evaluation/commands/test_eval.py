@@ -1,6 +1,7 @@
 """`kvpolicy eval` and `kvpolicy report`: from a command line to a page, and what goes wrong."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -170,7 +171,15 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(models, "load", load_none)
-    monkeypatch.setattr("kvpolicy.evaluation.commands.terminal.load", load_none)
+    monkeypatch.setattr("kvpolicy.evaluation.commands.work.terminal.load", load_none)
+
+
+@pytest.mark.usefixtures("no_model")
+def test_unknown_tasks_are_refused_before_any_progress(command: Run, tmp_path: Path) -> None:
+    tasks = "needle_one_hops,needle_one_hop,two_hip"
+    status, out, err = command("eval", "--tasks", tasks, "--out", tmp_path / "out")
+    assert (status, out) == (1, "")
+    assert re.search("got 'needle_one_hops'; near: needle_one_hop.*; and 'two_hip'; near: ", err)
 
 
 @pytest.mark.usefixtures("no_model")

@@ -12,7 +12,7 @@ import typer
 from transformers.utils import logging
 
 from kvpolicy import CachePolicy, DecodingEviction
-from kvpolicy.building import PartOption
+from kvpolicy.assignments import PartOption
 from kvpolicy.evaluation import load, needle_prompts
 from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.commands.options import with_options

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.evaluation.commands import terminal
+from kvpolicy.evaluation.commands.work import terminal
 from kvpolicy.evaluation.comparison import rows
 from kvpolicy.evaluation.comparison.accuracy import measure_accuracy
 from tests.evaluation.commands.test_cli import Run, _process_state, run

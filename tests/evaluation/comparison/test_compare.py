@@ -29,7 +29,7 @@ from kvpolicy.evaluation import (
     sweep_tsp_layers,
     variants,
 )
-from kvpolicy.evaluation.commands.compare import show
+from kvpolicy.evaluation.commands.work.compare import show
 from kvpolicy.evaluation.comparison.layout import Layout, comparison_legend, comparison_table
 from kvpolicy.evaluation.comparison.picture import plot_comparison
 from kvpolicy.evaluation.comparison.plots import plot_sweep

@@ -26,8 +26,9 @@ from kvpolicy.evaluation import (
 from kvpolicy.evaluation.comparison import study
 from kvpolicy.evaluation.comparison.settings import Settings
 from kvpolicy.evaluation.comparison.study import CALIBRATION_COUNT, check, run
-from kvpolicy.evaluation.comparison.sweep import CALIBRATION_SEED_OFFSET, GRID, SEED_OFFSET
+from kvpolicy.evaluation.comparison.sweep import GRID, SEED_OFFSET
 from kvpolicy.evaluation.comparison.tables import held_out_legend, held_out_table, rate_sweep_table
+from kvpolicy.evaluation.defaults import CALIBRATION_SEED_OFFSET
 from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.policies import FastKV, FullContext
 from tests.reference import tiny_model

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kvpolicy import CachePolicy, KVSelector, LayerContext, build
 from kvpolicy.evaluation import ModelShape, estimate, load_shape, shape_of
-from kvpolicy.evaluation.commands.estimate import estimate_table, notes_of
+from kvpolicy.evaluation.commands.work.estimate import estimate_table, notes_of
 from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.cost.model_shape import LayerShape, attention_layer
 from kvpolicy.integrations.transformers import PolicyCache

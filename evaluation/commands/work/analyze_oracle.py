@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvpolicy.building import PartOption
-from kvpolicy.errors import UnknownPolicyError
+from kvpolicy.assignments import PartOption
 from kvpolicy.evaluation.analysis.oracle import TOP_SHARE, Ranking
 from kvpolicy.evaluation.analysis.oracle_study import (
     OracleSettings,
@@ -18,9 +17,9 @@ from kvpolicy.evaluation.analysis.oracle_study import (
     run_oracle,
     write_oracle,
 )
-from kvpolicy.evaluation.commands.terminal import load_shown, progress_bar, show_written
+from kvpolicy.evaluation.commands.work.terminal import load_shown, progress_bar, show_written
 from kvpolicy.interfaces import Scorer
-from kvpolicy.registry import registered
+from kvpolicy.registry import check_names, registered
 
 # Of layers, beside a scorer's name, so that a table fits 80 columns.
 MAX_COLUMNS = 8
@@ -49,15 +48,11 @@ def chosen_scorers(names: Sequence[str]) -> dict[str, Scorer]:
     """
     known = registered("scorer")
     scorers: dict[str, Scorer] = {}
-    for written in names or known:
-        asked = PartOption.parse(written, "--scorer")
-        name = asked.name.replace("-", "_")
-        if name not in known:
-            raise UnknownPolicyError(
-                f"no scorer is named {asked.name!r}; known: {', '.join(known)}"
-            )
+    parsed = {written: PartOption.parse(written, "--scorer") for written in names or known}
+    check_names({"scorer": [asked.name for asked in parsed.values()]})
+    for written, asked in parsed.items():
         try:
-            part = known[name](**asked.parameters)
+            part = known[asked.name.replace("-", "_")](**asked.parameters)
         except TypeError as error:
             raise ValueError(f"--scorer {written}: {error}") from error
         assert isinstance(part, Scorer)

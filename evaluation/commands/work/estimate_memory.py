@@ -3,104 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import attrs
 from rich.table import Table
 
-from kvpolicy.evaluation.commands.sizes import parse_size
+from kvpolicy.evaluation.commands.memory_options import MemoryAsked
 from kvpolicy.evaluation.comparison.chosen import decoding_rule
 from kvpolicy.evaluation.comparison.tables import byte_unit
 from kvpolicy.evaluation.comparison.variant import Variant
-from kvpolicy.evaluation.cost.activations import ATTENTIONS, ModelMemory
+from kvpolicy.evaluation.cost.activations import ModelMemory
 from kvpolicy.evaluation.cost.estimate import Estimate
 from kvpolicy.evaluation.cost.model_shape import ModelShape
 from kvpolicy.evaluation.cost.session import Session, session_of
-from kvpolicy.evaluation.options import Option, PolicyOptions
+from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.evaluation.progress import Progress
 from kvpolicy.policies import PassAllPropagation
 from kvpolicy.policies.selectors.wrapping import WrappingSelector
-
-DEFAULT_ANSWER = 1024
-DEFAULT_CHUNK = 4096
-
-
-@attrs.frozen
-class MemoryAsked:
-    """What a memory estimate assumes: GPU memory, the weights' bytes, answer and chunk length.
-
-    Args:
-        memory: Bytes there are.
-        weights: Bytes of the model's weights; None for those of its configuration.
-        answer: Tokens of an answer.
-        chunk: Tokens of a forward, where a prompt is read in chunks.
-        attention: See `ModelMemory`; None for the family's own.
-    """
-
-    memory: int
-    weights: int | None
-    answer: int
-    chunk: int
-    attention: str | None
-
-
-@attrs.frozen(kw_only=True)
-class MemoryOptions:
-    """The command-line options of a memory estimate; none may be given without ``--memory``."""
-
-    memory: Annotated[
-        str | None,
-        Option("Also how many sessions fit: 80GB, 24GiB or 40e9.", metavar="SIZE"),
-    ] = None
-    weights: Annotated[
-        str | None,
-        Option("Of the weights, as of a quantised model; default: as --dtype.", metavar="SIZE"),
-    ] = None
-    answer: Annotated[
-        int | None, Option(f"Tokens of an answer; default with --memory: {DEFAULT_ANSWER}.", min=1)
-    ] = None
-    chunk: Annotated[
-        int | None,
-        Option(
-            f"Tokens of a forward where the prompt comes in chunks; default: {DEFAULT_CHUNK}.",
-            ("--prefill-chunk",),
-            min=1,
-        ),
-    ] = None
-    attention: Annotated[
-        str | None,
-        Option("sdpa, flash or eager; default: sdpa where the family has it.", metavar="NAME"),
-    ] = None
-
-    def asked(self, policies: PolicyOptions) -> MemoryAsked | None:
-        """Return what the memory estimate assumes; None without ``--memory``.
-
-        Raises:
-            ValueError: A size or a name is none; or an option makes no sense without ``--memory``.
-        """
-        if self.memory is None:
-            given = {
-                "--weights": self.weights,
-                "--answer": self.answer,
-                "--prefill-chunk": self.chunk,
-                "--attention": self.attention,
-                "--decoding-tokens": policies.decoding_tokens,
-            }
-            for option, value in given.items():
-                if value is not None:
-                    raise ValueError(f"--memory must be given with {option}, got {value} alone")
-            return None
-        if self.attention is not None and self.attention not in ATTENTIONS:
-            raise ValueError(
-                f"--attention must be one of {', '.join(ATTENTIONS)}, got {self.attention}"
-            )
-        return MemoryAsked(
-            parse_size(self.memory, "--memory"),
-            None if self.weights is None else parse_size(self.weights, "--weights"),
-            self.answer or DEFAULT_ANSWER,
-            self.chunk or DEFAULT_CHUNK,
-            self.attention,
-        )
 
 
 @attrs.frozen

@@ -1,0 +1,50 @@
+"""Define the settings of an attention analysis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import attrs
+
+from kvpolicy.evaluation.options import CHAT, NeedleOptions, Option
+
+
+@attrs.frozen(kw_only=True)
+class AnalysisSettings(NeedleOptions):
+    """Settings of an attention analysis: the model, the prompts and what is measured."""
+
+    seed: Annotated[int, Option("Of the needle prompts.")] = 0
+    prompt_files: Annotated[
+        tuple[Path, ...],
+        Option(
+            "A prompt, UTF-8 text, or - for stdin, repeatable; default: needle task.",
+            ("--prompt-file",),
+            metavar="FILE",
+        ),
+    ] = ()
+    chat: Annotated[bool | None, CHAT] = None
+    k: Annotated[int, Option("Tokens that each layer names.", ("--top-k", "-k"), min=1)] = 64
+    recall_ks: Annotated[
+        tuple[int, ...],
+        Option(
+            "Tokens whose share of attention is measured, repeatable; default: k/4 to 4k.",
+            ("--recall-k",),
+            min=1,
+        ),
+    ] = ()
+    window_size: Annotated[
+        int, Option("Last tokens whose attention counts.", ("--window",), min=1)
+    ] = 8
+    tsp_rate: Annotated[
+        float, Option("Fraction of a prompt that goes on, in (0, 1].", metavar="RATE")
+    ] = 0.2
+    layers: Annotated[
+        tuple[int, ...],
+        Option("A layer to drop tokens at, from 0, repeatable; default: all.", ("--layer",), min=0),
+    ] = ()
+
+    def ks(self, context_len: int) -> tuple[int, ...]:
+        """The numbers k of top tokens whose share of attention is measured, ascending."""
+        spread = {self.k // 4, self.k // 2, self.k, 2 * self.k, 4 * self.k}
+        return tuple(sorted(set(self.recall_ks) or {k for k in spread if 1 <= k <= context_len}))

@@ -1,0 +1,43 @@
+"""Public names of a package that are imported only when they are used.
+
+Importing torch takes a second, Transformers several: a package that imports neither until one of
+its names is used lets the `kvpolicy` command print its help at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(
+    package: str, modules: Mapping[str, Iterable[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Make the functions ``__getattr__`` and ``__dir__`` of a package with lazy public names.
+
+    Args:
+        package: The package's name.
+        modules: The public names by the module that defines them. These modules of the package
+            are attributes of it as well, as if it had imported them.
+
+    Returns:
+        Both functions.
+    """
+    defined = {name: module for module, names in modules.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name in defined:
+            found = getattr(import_module(defined[name]), name)
+        elif any(f"{each}.".startswith(f"{package}.{name}.") for each in modules):
+            found = import_module(f"{package}.{name}")
+        else:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        setattr(sys.modules[package], name, found)
+        return found
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *defined})
+
+    return get, names

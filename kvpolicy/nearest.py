@@ -1,0 +1,29 @@
+"""Finds the known names that a misspelt one is near to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher, get_close_matches
+
+
+def said(name: str, known: Iterable[str], text: str | None = None) -> str:
+    """Return an unknown name for an error message, with the known names that it is near to.
+
+    Args:
+        name: The name; ``-`` counts as ``_``, and case does not count.
+        known: The names that there are.
+        text: What is written for the name; None for the name itself.
+
+    Example:
+        >>> said("snapvk", ["fastkv", "snapkv"]), said("other", ["fastkv", "snapkv"])
+        ('snapvk (did you mean snapkv?)', 'other')
+    """
+    spelt = {each.replace("-", "_"): each for each in known}
+    asked = name.replace("-", "_").lower()
+    near = get_close_matches(asked, spelt, n=1)
+    if near:
+        # Others as near: "fastvk" is one slip away from FastV as well as from FastKV.
+        ratio = SequenceMatcher(None, near[0], asked).ratio()
+        near = get_close_matches(asked, spelt, cutoff=max(ratio - 0.1, 0.6))
+    shown = name if text is None else text
+    return f"{shown} (did you mean {' or '.join(spelt[each] for each in near)}?)" if near else shown

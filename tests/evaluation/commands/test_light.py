@@ -1,0 +1,91 @@
+"""Help and wrong command lines come without torch and Transformers, whose imports take seconds."""
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvpolicy.evaluation.suite
+
+HEAVY = ("torch", "transformers")
+SCRIPT = f"""
+import json, sys
+from kvpolicy.evaluation.cli import main
+lines = json.loads(sys.argv[1])
+statuses = [main(line) for line in lines]
+print(json.dumps([statuses, [name for name in {HEAVY} if name in sys.modules]]))
+"""
+
+
+def test_help_and_wrong_command_lines_import_nothing_heavy() -> None:
+    commands = ("analyze", "calibrate", "check", "compare", "compress", "estimate", "eval")
+    names = (*commands, "generate", "policies", "report")
+    right = [["--help"], ["--version"], [], *([name, "--help"] for name in names)]
+    wrong = [
+        ["complare"],
+        ["--nonsense"],
+        *([name, "--nonsense"] for name in names),
+        ["estimate"],
+        ["compare", "--rate", "much"],
+        ["estimate", "--config", "x", "--context", "0"],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(right + wrong)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    statuses, heavy = json.loads(done.stdout.splitlines()[-1])
+    assert statuses == [0] * len(right) + [2] * len(wrong)
+    assert heavy == []
+
+
+def test_refused_options_import_nothing_heavy() -> None:
+    """What the classes of options refuse, and `main` reports with status 1."""
+    wrong = [
+        ["compare", "--rate", "0.1", "--retention-tokens", "5"],
+        ["compare", "--set", "window_size"],
+        ["generate", "--prompt-file", "-", "--decoding-every", "4"],
+        ["analyze", "--pool", "3"],
+        ["generate"],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(wrong)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == [[1] * len(wrong), []]
+    assert done.stderr.count("error: ") == len(wrong)
+
+
+@pytest.mark.parametrize(
+    "package", ["kvpolicy", "kvpolicy.evaluation", "kvpolicy.evaluation.suite"]
+)
+def test_lazy_packages_have_all_their_names(package: str) -> None:
+    """What type checkers read and what is imported on use are the same names."""
+    module = importlib.import_module(package)
+    assert module.__file__ is not None
+    found = {}
+    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module != "typing":
+            found |= {alias.name: node.module for alias in node.names}
+    assert found.pop("lazy_names") == "kvpolicy.lazy"
+    assert sorted(found) == sorted(module.__all__)
+    for name, origin in found.items():
+        assert origin is not None
+        assert getattr(module, name) is getattr(importlib.import_module(origin), name)
+        assert name in dir(module)
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        module.nonsense  # noqa: B018
+
+
+def test_modules_are_attributes_of_lazy_packages() -> None:
+    code = "import kvpolicy; print(kvpolicy.registry.__name__, kvpolicy.build.__module__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["kvpolicy.registry", "kvpolicy.registry"]
+    assert kvpolicy.evaluation.suite.load.__module__ == "kvpolicy.evaluation.suite.folder"

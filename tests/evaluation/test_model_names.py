@@ -1,0 +1,68 @@
+"""Names of models: paths that are none are refused at once; all else is left to the Hub."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpolicy.evaluation import model_names
+from kvpolicy.evaluation.model_names import check_model_name
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of models, in the current folder and in the user's own."""
+    (tmp_path / "models" / "one").mkdir(parents=True)
+    (tmp_path / "models" / "one" / "config.json").write_text("{}")
+    (tmp_path / "models" / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(model_names, "_downloaded", lambda name: name == "models/seen")
+
+
+@pytest.mark.parametrize("name", ["needle", "gpt2", "owner/model", "models/one", "models/seen"])
+def test_takes_folders_and_names_of_the_hub(name: str) -> None:
+    assert check_model_name(name) == name
+
+
+def test_home_is_written_out(tmp_path: Path) -> None:
+    assert check_model_name("~/models/one") == str(tmp_path / "models" / "one")
+
+
+@pytest.mark.parametrize("name", ["./x", "/x", "~/x", "../x", "models/x/y", "a b"])
+def test_refuses_paths_that_are_none(name: str) -> None:
+    with pytest.raises(ValueError, match="does not exist; give a folder"):
+        check_model_name(name)
+
+
+def test_refuses_what_a_folder_lacks() -> None:
+    with pytest.raises(ValueError, match="models/x does not exist in the folder models that is"):
+        check_model_name("models/x")
+    with pytest.raises(ValueError, match="models/empty must hold a config.json"):
+        check_model_name("models/empty")
+
+
+def test_the_command_refuses_them_without_imports_and_network() -> None:
+    script = (
+        "import json, sys; from kvpolicy.evaluation.cli import main\n"
+        "found = [main(line) for line in json.loads(sys.argv[1])]\n"
+        "heavy = [each for each in ('torch', 'transformers') if each in sys.modules]\n"
+        "print(json.dumps([found, heavy]))"
+    )
+    lines = [
+        ["check", "./x"],
+        ["check", "models/x"],
+        ["compare", "--model", "~/x"],
+        ["eval", "-t", "x", "--out", "o", "--model", "/x"],
+        ["generate", "--prompt", "x", "--model", "./x"],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(lines)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == [[1] * len(lines), []]
+    assert done.stderr.count("does not exist") == len(lines)
