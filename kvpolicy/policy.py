@@ -33,7 +33,7 @@ class CachePolicy:
 
     The methods of the literature are subclasses that only choose the parts. ``str()`` returns a
     method as a call of its class, and any other policy as a `CachePolicy` of its parts, without
-    arguments at their defaults.
+    arguments at their defaults other than rates.
 
     Args:
         scorer: Decides how much each token matters; None if neither of the other two needs that.

@@ -1,7 +1,8 @@
 """Writes parts and policies in short form for messages, without arguments at their defaults.
 
 A policy's parts repeat most of its arguments, and most of these are defaults; messages that show
-all of them are hard to read.
+all of them are hard to read. Only rates are always shown: how much is kept is what a reader asks
+first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import attrs
 
 
 def brief(value: object, *, instead: Mapping[str, Any] | None = None) -> str:
-    """Return a policy part's repr, without the arguments that have their default values.
+    """Return a policy part's repr, without arguments at their defaults other than rates.
 
     Args:
         value: A part, or anything else.
@@ -25,8 +26,8 @@ def brief(value: object, *, instead: Mapping[str, Any] | None = None) -> str:
 
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector
-        >>> brief(GQAGroupSelector(0.2)), brief(GQAGroupSelector(retention_tokens=64))
-        ('GQAGroupSelector(retention_rate=0.2)', 'GQAGroupSelector(retention_tokens=64)')
+        >>> brief(GQAGroupSelector()), brief(GQAGroupSelector(retention_tokens=64))
+        ('GQAGroupSelector(retention_rate=0.1)', 'GQAGroupSelector(retention_tokens=64)')
     """
     kind = type(value)
     if isinstance(value, (list, tuple)):
@@ -48,7 +49,8 @@ def brief(value: object, *, instead: Mapping[str, Any] | None = None) -> str:
 def call(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     """Return a constructor call as source code, without arguments at their default values.
 
-    A rate of None is left out: the number of tokens that took its place is there.
+    Arguments called ``..._rate`` are shown at their defaults too, as they are what a part keeps. A
+    rate of None is left out: the number of tokens that took its place is there.
 
     Args:
         name: Name of the called function or class.
@@ -58,10 +60,14 @@ def call(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> st
     shown = (
         f"{key}={brief(value)}"
         for key, value in given.items()
-        if not (key in defaults and _same(value, defaults[key]))
+        if not (key in defaults and _same(value, defaults[key]) and not _is_rate(key, value))
         and not (value is None and isinstance(defaults.get(key), float))
     )
     return f"{name}({', '.join(shown)})"
+
+
+def _is_rate(name: str, value: object) -> bool:
+    return name.endswith("_rate") and value is not None
 
 
 def _same(value: object, default: object) -> bool:

@@ -33,7 +33,7 @@ from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.check import verdict_of
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
-from kvpolicy.integrations.transformers.state.report import CacheReport
+from kvpolicy.integrations.transformers.state.report import CacheReport, held_in_words
 from kvpolicy.integrations.transformers.state.saving import SavedCache
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from kvpolicy.policy import CachePolicy
@@ -117,6 +117,10 @@ class PolicyCache(DispatchedCache):
         super().__init__(ForwardDispatcher(policy, storage, max_new_tokens, []))
         self._thread = threading.current_thread()  # the thread that attached the cache
         self._loaded_for: ModelFingerprint | None = None  # the model that filled a saved cache
+
+    def __repr__(self) -> str:
+        held = held_in_words(self.layers, self._reader.seen_by(0))
+        return f"{type(self).__name__}({self.policy}): {held}"
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[PolicyCache]:

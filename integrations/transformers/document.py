@@ -14,6 +14,7 @@ from kvpolicy.checks import check_count, check_kind
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.generation import effective_config
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.state.report import held_in_words
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.policy import CachePolicy
 
@@ -87,6 +88,11 @@ class ReadDocument:
             raise ValueError(f"document must have tokens, got {document!r}, of which none is made")
         self._ids = torch.tensor([ids], device=model.device)
         read(model, self.cache, self._ids, torch.ones_like(self._ids))
+
+    def __repr__(self) -> str:
+        held = held_in_words(self.cache.layers, self.cache.get_seq_length())
+        names = type(self).__name__, type(self._model).__name__
+        return f"{names[0]}({names[1]}, {self.cache.policy}): {held}"
 
     def answer(
         self, questions: Sequence[str], *, batch_size: int | None = None, **generation: Any

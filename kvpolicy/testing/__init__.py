@@ -1,15 +1,18 @@
 """Property tests that any scorer, selector or propagation policy must pass.
 
-One line in a test runs the contract on a component; a failure shows the smallest layer that
-breaks it::
+One line in a test runs the contract on a component; a failure says how the component breaks it, and
+in which layer::
 
     from kvpolicy.testing import check_scorer
 
     def test_my_scorer():
         check_scorer(MyScorer())
 
-Needs hypothesis (``pip install kvpolicy[test]``). The loaded hypothesis profile's ``max_examples``
-is the number of examples. The contract checks that:
+The same few layers come first in every run. If hypothesis is installed (``pip install
+'kvpolicy[test]'``) it draws more, until there are ``max_examples`` of its loaded profile;
+otherwise the fixed set is longer. ``shrink=True`` looks for the smallest layer that fails.
+
+The contract checks that:
 
 - results have the shapes, dtypes and order that `kvpolicy.interfaces` states;
 - no input is modified;
@@ -22,11 +25,6 @@ is the number of examples. The contract checks that:
 - a KV head in a process of its own, as under tensor parallelism, gets the same saliency and the
   same choice as in the whole layer.
 """
-
-try:
-    import hypothesis  # noqa: F401
-except ImportError as error:  # pragma: no cover
-    raise ImportError("kvpolicy.testing needs hypothesis: pip install 'kvpolicy[test]'") from error
 
 from kvpolicy.testing.checks import check_propagation, check_scorer, check_selector
 from kvpolicy.testing.strategies import layer_contexts, row_alone, saliencies

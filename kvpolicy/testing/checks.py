@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
@@ -30,35 +26,37 @@ from kvpolicy.testing.declared import (
     check_tensor,
     require,
 )
+from kvpolicy.testing.draws import Draws, run_examples
 from kvpolicy.testing.results import check_kept, check_scored
 from kvpolicy.testing.shares import (
     check_kept_in_shares,
     check_passed_in_shares,
     check_scores_in_shares,
 )
-from kvpolicy.testing.strategies import layer_contexts, row_alone, saliencies
+from kvpolicy.testing.strategies import draw_context, draw_saliency, row_alone
 from kvpolicy.testing.together import check_alone, check_together
 
 # A difference of summation order over up to 40 keys of magnitude 1 stays far below this.
 TOLERANCE = 1e-5
 
 
-def check_scorer(component: Scorer) -> None:
+def check_scorer(component: Scorer, *, shrink: bool = False) -> None:
     """Run property tests of the `Scorer` contract on a scorer.
 
     Args:
         component: The scorer.
+        shrink: True searches for the smallest layer that breaks the contract, which may take a
+            minute and needs hypothesis; False shows the first one found.
 
     Raises:
         TypeError: ``component`` is no `Scorer`.
         AssertionError: It breaks the contract; the message says how.
+        ImportError: ``shrink`` is True, and hypothesis is not installed.
     """
     check_component(component, Scorer)
     check_scorer_declares(component)
 
-    @_property
-    @given(context=layer_contexts(component.num_queries, component))
-    def run(context: LayerContext) -> None:
+    def run(_draws: Draws, context: LayerContext) -> None:
         before = snapshot(context)
         saliency = component.score(context)
         require(snapshot(context) == before, "score must not modify the context")
@@ -91,7 +89,8 @@ def check_scorer(component: Scorer) -> None:
         _check_update(component, context, saliency)
         check_scored(component, context, saliency)
 
-    run()
+    wanted = component.num_queries
+    run_examples(run, lambda draws: draw_context(draws, wanted, component), shrink=shrink)
 
 
 def _check_update(component: Scorer, context: LayerContext, saliency: Tensor) -> None:
@@ -106,17 +105,22 @@ def _check_update(component: Scorer, context: LayerContext, saliency: Tensor) ->
     require(same, "update must return the saliency of score where state_size is 0")
 
 
-def check_selector(component: KVSelector, larger: KVSelector | None = None) -> None:
+def check_selector(
+    component: KVSelector, larger: KVSelector | None = None, *, shrink: bool = False
+) -> None:
     """Run property tests of the `KVSelector` contract on a selector.
 
     Args:
         component: The selector.
         larger: The same selector with a larger budget, to check that it only adds tokens. None for
             a selector with a `KVSelector.budget`, for which a longer context is used.
+        shrink: True searches for the smallest layer that breaks the contract, which may take a
+            minute and needs hypothesis; False shows the first one found.
 
     Raises:
         TypeError: One of them is no `KVSelector`.
         AssertionError: It breaks the contract; the message says how.
+        ImportError: ``shrink`` is True, and hypothesis is not installed.
     """
     check_component(component, KVSelector)
     if larger is not None:
@@ -126,10 +130,8 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
         rates = component.kept_rates(num_layers, context_len=1000)
         check_rates("kept_rates", rates, num_layers)
 
-    @_property
-    @given(data=st.data(), context=layer_contexts(0, component), more=st.integers(0, 60))
-    def run(data: st.DataObject, context: LayerContext, more: int) -> None:
-        saliency = data.draw(saliencies(context))
+    def run(draws: Draws, context: LayerContext) -> None:
+        more, saliency = draws.integer(0, 60), draw_saliency(draws, context)
         before = snapshot(context, saliency)
         rows = [context.batch, context.kv_heads]
         protected = component.protected(context)
@@ -169,7 +171,7 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
         check_kept_in_shares(component, context, saliency, kept)
         check_kept_counts(component, context, saliency, kept)
         if component.decides_together:
-            check_together(component, larger, context, data)
+            check_together(component, larger, context, draws)
         else:
             check_alone(component, context, saliency)
         if component.is_bounded:
@@ -178,7 +180,7 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
             _check_equal_counts(context, protected, kept)
         check_kept(component, context, saliency, kept)
 
-    run()
+    run_examples(run, lambda draws: draw_context(draws, 0, component), shrink=shrink)
 
 
 def _check_equal_counts(context: LayerContext, protected: Tensor, kept: Tensor) -> None:
@@ -205,27 +207,28 @@ def _check_bounded(component: KVSelector, context: LayerContext, saliency: Tenso
     require(same, "a selector that is_bounded must keep as many of a longer context")
 
 
-def check_propagation(component: PropagationPolicy) -> None:
+def check_propagation(component: PropagationPolicy, *, shrink: bool = False) -> None:
     """Run property tests of the `PropagationPolicy` contract on a propagation policy.
 
     Args:
         component: The propagation policy.
+        shrink: True searches for the smallest layer that breaks the contract, which may take a
+            minute and needs hypothesis; False shows the first one found.
 
     Raises:
         TypeError: ``component`` is no `PropagationPolicy`.
         AssertionError: It breaks the contract; the message says how.
+        ImportError: ``shrink`` is True, and hypothesis is not installed.
     """
     check_component(component, PropagationPolicy)
     check_propagation_declares(component)
     for num_layers in (8, 32, 36):
         check_layers(component, num_layers)
 
-    @_property
-    @given(data=st.data(), context=layer_contexts(0, component))
-    def run(data: st.DataObject, context: LayerContext) -> None:
+    def run(draws: Draws, context: LayerContext) -> None:
         # Whole numbers: their mean over heads is the same in any order of summation.
-        saliency = (data.draw(saliencies(context)) * (1 << 20)).round()
-        context = _at_acting_layer(component, context, data)
+        saliency = (draw_saliency(draws, context) * (1 << 20)).round()
+        context = _at_acting_layer(component, context, draws)
         before = snapshot(context, saliency)
         protected = component.protected(context)
         name = "protected [batch, new_len]"
@@ -267,7 +270,7 @@ def check_propagation(component: PropagationPolicy) -> None:
             )
             _check_passed_alone(component, context, saliency, passed, row)
 
-    run()
+    run_examples(run, lambda draws: draw_context(draws, 0, component), shrink=shrink)
 
 
 def _check_counts(
@@ -288,16 +291,14 @@ def _check_counts(
 
 
 def _at_acting_layer(
-    component: PropagationPolicy, context: LayerContext, data: st.DataObject
+    component: PropagationPolicy, context: LayerContext, draws: Draws
 ) -> LayerContext:
     """Return a copy of the layer context with a layer index after which the policy drops tokens."""
-    num_layers = data.draw(st.sampled_from([8, 32, 36]))
+    num_layers = draws.choice([8, 32, 36])
     acting = sorted(component.acting_layers(num_layers))
     if not acting:
         return context
-    return attrs.evolve(
-        context, layer_idx=data.draw(st.sampled_from(acting)), num_layers=num_layers
-    )
+    return attrs.evolve(context, layer_idx=draws.choice(acting), num_layers=num_layers)
 
 
 def _acts_often(component: PropagationPolicy, context: LayerContext) -> bool:
@@ -330,10 +331,3 @@ def _require_all_fit(component: PropagationPolicy, context: LayerContext) -> Non
     for new, protected, seen in zip(new_lens, fixed, context.seen_len, strict=True):
         passed = component.budget.count(seen_len=seen, available=new, protected=protected)
         require(passed == new, f"only {passed} of {new} tokens may go on, but None was returned")
-
-
-def _property(test: Any) -> Any:
-    # The components decide how slow an example is; the profile decides how many there are.
-    return settings(
-        deadline=None, report_multiple_bugs=False, suppress_health_check=[HealthCheck.too_slow]
-    )(test)

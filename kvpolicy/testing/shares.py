@@ -110,6 +110,11 @@ def check_scores_in_shares(
     shares = _shares_of(context)
     for share, found in zip(shares, _run(shares, scorer.score), strict=True):
         whole = _own(saliency, share)
+        require(
+            found.shape == whole.shape,
+            "saliency must be [batch, query_heads or kv_heads, key_len] also of a KV head in a "
+            f"process of its own, {list(whole.shape)}, got {list(found.shape)}",
+        )
         tokens = share.valid.expand_as(whole)
         difference = float((found - whole)[tokens].abs().max())
         require(

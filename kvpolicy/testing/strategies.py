@@ -1,49 +1,68 @@
-"""Hypothesis strategies that draw layer contexts and saliencies.
+"""Draws layer contexts and saliencies, also as hypothesis strategies.
 
-Part of `kvpolicy.testing`, which exports them.
+Part of `kvpolicy.testing`, which exports the strategies.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import attrs
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Part
 from kvpolicy.kinds import TokenKind
 from kvpolicy.rotary import PlainRotary
+from kvpolicy.testing.draws import Draws, strategy_of
+
+if TYPE_CHECKING:
+    from hypothesis import strategies as st
 
 # Width of what a layer's output projection gives.
 HIDDEN = 13
 
 
-@st.composite
 def layer_contexts(
-    draw: st.DrawFn, num_queries: int | None = None, part: Part | None = None
+    num_queries: int | None = None, part: Part | None = None
+) -> st.SearchStrategy[LayerContext]:
+    """Return a hypothesis strategy that draws random `LayerContext`s, to test policy parts with.
+
+    Args:
+        num_queries: Trailing queries to show, as `Scorer.num_queries`.
+        part: What asks for history, a rotary embedding or output weights; None for nothing.
+
+    Raises:
+        ImportError: hypothesis is not installed.
+    """
+    return strategy_of(lambda draws: draw_context(draws, num_queries, part), "layer_contexts")
+
+
+def draw_context(
+    draws: Draws, num_queries: int | None = None, part: Part | None = None
 ) -> LayerContext:
-    """Hypothesis strategy that draws random `LayerContext`s, to test a policy's parts with.
+    """Draw a random `LayerContext`.
 
     In a later turn the KV heads of a row may hold unlike numbers of tokens. Some layers say of
     which kind their tokens are. Every axis has a prime length of its own where it can, so that
     swapped axes do not pass.
 
     Args:
-        draw: Given by hypothesis.
+        draws: Draws the values.
         num_queries: Trailing queries to show, as `Scorer.num_queries`.
         part: What asks for history, a rotary embedding or output weights; None for nothing.
     """
-    batch = draw(st.integers(1, 3))
-    kv_heads, group, head_dim = draw(st.sampled_from([(1, 3, 5), (2, 1, 5), (3, 2, 7)]))
+    batch = draws.integer(1, 3)
+    kv_heads, group, head_dim = draws.choice([(1, 3, 5), (2, 1, 5), (3, 2, 7)])
     turns = part is not None and part.needs_rotary
     head_dim *= 2 if turns else 1  # channels are turned in pairs
-    new_lens = draw(st.lists(st.integers(1, 37), min_size=batch, max_size=batch))
-    held_lens = draw(_held_lens(batch, kv_heads))
-    forgotten = [draw(st.integers(0, 400)) if any(held) else 0 for held in held_lens]
-    layer_idx, num_layers = draw(st.sampled_from([(0, 1), (1, 4), (2, 4), (4, 11)]))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    new_lens = [draws.integer(1, 37) for _ in range(batch)]
+    held_lens = _draw_held_lens(draws, batch, kv_heads)
+    forgotten = [draws.integer(0, 400) if any(held) else 0 for held in held_lens]
+    layer_idx, num_layers = draws.choice([(0, 1), (1, 4), (2, 4), (4, 11)])
+    generator = torch.Generator().manual_seed(draws.seed())
+    dtype = draws.choice([torch.float32, torch.bfloat16])
 
     most_held = [max(held) for held in held_lens]
     key_len = max(held + new for held, new in zip(most_held, new_lens, strict=True))
@@ -64,7 +83,7 @@ def layer_contexts(
         return (2 * torch.randn(shape, generator=generator)).to(dtype)
 
     before = 0 if part is None else min(part.history_layers, layer_idx)
-    heads = draw(st.sampled_from([kv_heads, kv_heads * group])) if before else kv_heads
+    heads = draws.choice([kv_heads, kv_heads * group]) if before else kv_heads
     weighs = part is not None and part.needs_output_weight
     return LayerContext(
         layer_idx=layer_idx,
@@ -76,7 +95,7 @@ def layer_contexts(
         new_valid=new_valid,
         seen_len=tuple(seen),
         scaling=head_dim**-0.5,
-        kinds=draw(_kinds(positions)),
+        kinds=_draw_kinds(draws, positions),
         # In steps of which sums are the same in any order.
         history=tuple(
             torch.randint(1 << 12, (batch, heads, new_len), generator=generator) / (1 << 12)
@@ -87,13 +106,12 @@ def layer_contexts(
     )
 
 
-@st.composite
-def _kinds(draw: st.DrawFn, positions: Tensor) -> Tensor | None:
+def _draw_kinds(draws: Draws, positions: Tensor) -> Tensor | None:
     """Draw token kinds for a test layer: None, or one of two kinds for each token."""
-    share = draw(st.sampled_from([None, 0.1, 0.6, 1.0]))
+    share = draws.choice([None, 0.1, 0.6, 1.0])
     if share is None:
         return None
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    generator = torch.Generator().manual_seed(draws.seed())
     size = (len(positions), int(positions.max()) + 1)
     images = torch.rand(size, generator=generator) < share
     of_rows = torch.where(images, TokenKind.IMAGE, TokenKind.TEXT).to(torch.int8)
@@ -101,27 +119,41 @@ def _kinds(draw: st.DrawFn, positions: Tensor) -> Tensor | None:
     return of_rows.gather(1, flat.clamp(min=0)).masked_fill(flat < 0, -1).view_as(positions)
 
 
-@st.composite
-def _held_lens(draw: st.DrawFn, batch: int, kv_heads: int) -> list[list[int]]:
+def _draw_held_lens(draws: Draws, batch: int, kv_heads: int) -> list[list[int]]:
     """Draw how many tokens each row and KV head of a layer holds: 0, all equal, or different."""
-    if not draw(st.booleans()):
+    if not draws.choice([False, True]):
         return [[0] * kv_heads] * batch
-    held = draw(st.lists(st.integers(1, 17), min_size=batch, max_size=batch))
-    if not draw(st.booleans()):
+    held = [draws.integer(1, 17) for _ in range(batch)]
+    if not draws.choice([False, True]):
         return [[most] * kv_heads for most in held]
-    fewer = st.lists(st.integers(0, 16), min_size=kv_heads, max_size=kv_heads)
-    return [[max(most - less, 0) for less in draw(fewer)] for most in held]
+    return [[max(most - draws.integer(0, 16), 0) for _ in range(kv_heads)] for most in held]
 
 
 def saliencies(context: LayerContext) -> st.SearchStrategy[Tensor]:
-    """Hypothesis strategy for a layer's saliency ``[batch, kv_heads, key_len]``, some with ties."""
+    """Return a hypothesis strategy for a layer's saliency ``[batch, kv_heads, key_len]``.
+
+    Some have ties.
+
+    Args:
+        context: The layer.
+
+    Raises:
+        ImportError: hypothesis is not installed.
+    """
+    return strategy_of(lambda draws: draw_saliency(draws, context), "saliencies")
+
+
+def draw_saliency(draws: Draws, context: LayerContext) -> Tensor:
+    """Draw a layer's saliency ``[batch, kv_heads, key_len]``; some have ties.
+
+    Args:
+        draws: Draws the values.
+        context: The layer.
+    """
     shape = (context.batch, context.kv_heads, context.key_len)
-
-    def make(seed: int, levels: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(levels, shape, generator=generator).float() / levels
-
-    return st.builds(make, st.integers(0, 2**31), st.sampled_from([1, 2, 5, 1 << 20]))
+    generator = torch.Generator().manual_seed(draws.seed())
+    levels = draws.choice([1, 2, 5, 1 << 20])
+    return torch.randint(levels, shape, generator=generator).float() / levels
 
 
 def row_alone(context: LayerContext, row: int) -> LayerContext:

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 import attrs
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector
 from kvpolicy.testing.contract import check_choice, snapshot
 from kvpolicy.testing.declared import check_tensor, require
+from kvpolicy.testing.draws import Draws
 from kvpolicy.testing.shares import kept_in_shares
-from kvpolicy.testing.strategies import row_alone, saliencies
+from kvpolicy.testing.strategies import draw_saliency, row_alone
 
 
 def check_alone(component: KVSelector, context: LayerContext, saliency: Tensor) -> None:
@@ -33,22 +33,21 @@ def check_alone(component: KVSelector, context: LayerContext, saliency: Tensor) 
     raise AssertionError("select_together must raise TypeError where decides_together is False")
 
 
-@st.composite
-def _layers(draw: st.DrawFn, context: LayerContext) -> list[tuple[Tensor, LayerContext]]:
+def _draw_layers(draws: Draws, context: LayerContext) -> list[tuple[Tensor, LayerContext]]:
     """Draw one to three test layers of the same batch rows, with different tokens and saliency.
 
     Fewer tokens reach layers after a drop; and a row has nothing to choose in a layer whose sliding
     window keeps few enough tokens.
     """
     found = []
-    for index in range(draw(st.integers(1, 3))):
+    for index in range(draws.integer(1, 3)):
         most = context.key_len - 1
-        first = draw(st.integers(0, most)) if index and draw(st.booleans()) else 0
+        first = draws.integer(0, most) if index and draws.choice([False, True]) else 0
         keys = slice(first, None)
         positions = context.positions[:, :, keys].flip(1) if index == 1 else context.positions
         positions = positions[:, :, -(context.key_len - first) :].clone()
-        if index and draw(st.booleans()):
-            positions[draw(st.integers(0, context.batch - 1))] = -1
+        if index and draws.choice([False, True]):
+            positions[draws.integer(0, context.batch - 1)] = -1
         layer = attrs.evolve(
             context,
             keys=context.keys[:, :, keys],
@@ -59,12 +58,12 @@ def _layers(draw: st.DrawFn, context: LayerContext) -> list[tuple[Tensor, LayerC
             layer_idx=index,
             num_layers=3,
         ).outlined()
-        found.append((draw(saliencies(layer)), layer))
+        found.append((draw_saliency(draws, layer), layer))
     return found
 
 
 def check_together(
-    component: KVSelector, larger: KVSelector | None, context: LayerContext, data: st.DataObject
+    component: KVSelector, larger: KVSelector | None, context: LayerContext, draws: Draws
 ) -> None:
     """Run property tests of a selector that chooses tokens for all layers at once.
 
@@ -72,12 +71,12 @@ def check_together(
         component: The selector.
         larger: The same selector with a larger budget; None to leave that check out.
         context: A layer, from which more layers are made.
-        data: Hypothesis draws the other layers with it.
+        draws: Draws the other layers.
 
     Raises:
         AssertionError: It breaks the contract; the message says how.
     """
-    drawn = data.draw(_layers(context))
+    drawn = _draw_layers(draws, context)
     scores, contexts = [each for each, _ in drawn], [each for _, each in drawn]
     before = [snapshot(layer, saliency) for saliency, layer in drawn]
     kept = component.select_together(scores, contexts)

@@ -28,8 +28,6 @@ from tests.integrations.support.asking import (
     TurnedBackScorer,
 )
 
-pytestmark = pytest.mark.usefixtures("first_find")
-
 
 def context_of(layer_idx: int = 2, history: int = 3) -> LayerContext:
     """Two rows, 2 KV heads of 6 channels, 3 query heads a group, 11 new tokens of 11."""

@@ -1,8 +1,12 @@
 """Policies and parts print as one writes them."""
 
+from typing import Any
+
+import attrs
 import pytest
 
-from kvpolicy import CachePolicy
+import kvpolicy
+from kvpolicy import CachePolicy, policies
 from kvpolicy.description import describe, from_description
 from kvpolicy.policies import (
     FastKV,
@@ -22,14 +26,21 @@ from kvpolicy.policies import PyramidInfer as Pyramid
 @pytest.mark.parametrize(
     ("policy", "written"),
     [
-        (SnapKV(), "SnapKV()"),
+        (SnapKV(), "SnapKV(retention_rate=0.1)"),
         (FastKV(2, 0.5, 0.25), "FastKV(tsp_layer=2, tsp_rate=0.5, retention_rate=0.25)"),
-        (FastKV(retention_tokens=64, window_size=4), "FastKV(window_size=4, retention_tokens=64)"),
-        (GemFilter(filter_layer=13, protect=4), "GemFilter(filter_layer=13, protect=4)"),
+        (
+            FastKV(retention_tokens=64, window_size=4),
+            "FastKV(tsp_rate=0.2, window_size=4, retention_tokens=64)",
+        ),
+        (
+            GemFilter(filter_layer=13, protect=4),
+            "GemFilter(filter_layer=13, retention_rate=0.1, protect=4)",
+        ),
         (Pyramid(0.3, num_sinks=1), "PyramidInfer(recent_rate=0.3, num_sinks=1)"),
         (
             CachePolicy(None, SinkAndRecentSelector(num_sinks=2), PassAllPropagation()),
-            "CachePolicy(None, SinkAndRecentSelector(num_sinks=2), PassAllPropagation())",
+            "CachePolicy(None, SinkAndRecentSelector(retention_rate=0.1, num_sinks=2), "
+            "PassAllPropagation())",
         ),
         (
             CachePolicy(
@@ -38,7 +49,8 @@ from kvpolicy.policies import PyramidInfer as Pyramid
                 TokenSelectivePropagation(3),
             ),
             "CachePolicy(SumScorer(scorers=[KeyNormScorer(), WindowMaxPoolScorer(window_size=4)]), "
-            "GQAGroupSelector(retention_tokens=9), TokenSelectivePropagation(tsp_layer=3))",
+            "GQAGroupSelector(retention_tokens=9), "
+            "TokenSelectivePropagation(tsp_layer=3, tsp_rate=0.2))",
         ),
     ],
     ids=str,
@@ -65,3 +77,70 @@ def test_parts_are_short_as_str_and_whole_as_repr() -> None:
     part = GQAGroupSelector(0.2)
     assert str(part) == "GQAGroupSelector(retention_rate=0.2)"
     assert "window_size=8" in repr(part)
+
+
+# An argument of each kind that is not its default, where a method has it.
+OTHERS: dict[str, Any] = {
+    "retention_tokens": 96,
+    "tsp_layer": 3,
+    "window_size": 5,
+    "protect": 2,
+    "decoding": 64,
+    "instruction_ids": [1, 2],
+    "drop_layers": (2, 4),
+    "visual_rate": 0.25,
+    "keep_rate": 0.5,
+    "recent_rate": 0.3,
+    "gapless": False,
+}
+METHODS: dict[str, Any] = {
+    name: kind
+    for name, kind in kvpolicy.registered("policy").items()
+    if kind.__module__.startswith("kvpolicy.policies.")
+}
+NAMES = {name: getattr(policies, name) for name in policies.__all__}
+NAMES["DecodingEviction"] = kvpolicy.DecodingEviction
+
+
+def changed(kind: Any) -> CachePolicy:
+    """A method with as many arguments as can be other than their defaults."""
+    fields = {each.name for each in attrs.fields(kind) if each.init}
+    given = {name: value for name, value in OTHERS.items() if name in fields}
+    if not kind().has_decoding_rule:
+        del given["decoding"]
+    policy: CachePolicy = kind(**given)
+    return policy
+
+
+def test_all_methods_are_here() -> None:
+    assert len(METHODS) == 28
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_prints_builds_it(name: str) -> None:
+    for policy in (METHODS[name](), changed(METHODS[name])):
+        for code in (repr(policy), str(policy)):
+            built = eval(code, {**NAMES})
+            assert built == policy
+            assert repr(built) == repr(policy)
+            assert describe(built) == describe(policy)
+    assert METHODS[name]() != changed(METHODS[name]) or name == "full_context"
+
+
+@pytest.mark.parametrize("kind", ["policy", "selector", "propagation"])
+def test_rates_are_shown_at_their_defaults(kind: Any) -> None:
+    shown = 0
+    for factory in kvpolicy.registered(kind).values():
+        built: Any = factory()
+        for field in attrs.fields(type(built)):
+            value = getattr(built, field.name)
+            if field.name.endswith("_rate") and value is not None:
+                assert f"{field.name}={value}" in str(built)
+                assert f"{field.name}={value}" in repr(built)
+                shown += 1
+    assert shown >= 5
+
+
+def test_a_number_of_tokens_is_shown_in_place_of_a_rate() -> None:
+    assert str(SnapKV(retention_tokens=64)) == "SnapKV(retention_tokens=64)"
+    assert str(GQAGroupSelector(retention_tokens=64)) == "GQAGroupSelector(retention_tokens=64)"

@@ -25,8 +25,6 @@ from kvpolicy.testing import check_propagation, check_scorer, check_selector
 from kvpolicy.testing.results import check_kept
 from tests.policies.scorers.support import layer_of
 
-pytestmark = pytest.mark.usefixtures("first_find")
-
 
 def with_property(base: Any, name: str, value: object) -> Any:
     """A part of which one property has a value."""

@@ -20,8 +20,8 @@ from kvpolicy.policies import (
 )
 from kvpolicy.selection import row_budgets, select_top
 from kvpolicy.testing import check_propagation, check_scorer, check_selector
-
-first_find = pytest.mark.usefixtures("first_find")
+from kvpolicy.testing.draws import FIRST, FixedDraws
+from kvpolicy.testing.strategies import draw_context
 
 
 class Modifying(WindowMaxPoolScorer):
@@ -54,7 +54,6 @@ class NotANumber(WindowMaxPoolScorer):
         return saliency / (saliency.sum(dim=-1, keepdim=True) > 0)
 
 
-@first_find
 @pytest.mark.parametrize(
     ("scorer", "message"),
     [
@@ -128,7 +127,6 @@ class TrustsLengths(GQAGroupSelector):
         return super().select(saliency, context)[..., int(context.held_len is not None) :]
 
 
-@first_find
 @pytest.mark.parametrize(
     ("selector", "message"),
     [
@@ -149,7 +147,7 @@ def test_broken_selectors(selector: type[GQAGroupSelector], message: str) -> Non
 def test_a_selector_that_takes_padding_for_tokens() -> None:
     """Some layers show that too few tokens stay; the smallest shows why."""
     with pytest.raises(AssertionError, match="no padding"):
-        check_selector(IgnoresPadding(0.3, window_size=3))
+        check_selector(IgnoresPadding(0.3, window_size=3), shrink=True)
 
 
 class DropsOldTokens(TokenSelectivePropagation):
@@ -202,7 +200,6 @@ class RanksTheHeadsHere(AdaptiveHeadSelector):
         return super().select(saliency, attrs.evolve(context, heads=Heads()))
 
 
-@first_find
 def test_a_selector_that_compares_the_heads_of_one_process_only() -> None:
     with pytest.raises(AssertionError, match="keep what it keeps in the whole layer"):
         check_selector(RanksTheHeadsHere(0.3, window_size=1, floor=0.0))
@@ -213,7 +210,6 @@ class NumbersTheHeadsHere(RandomScorer):
         return super().score(attrs.evolve(context, heads=Heads()))
 
 
-@first_find
 def test_a_scorer_that_numbers_the_heads_of_one_process_only() -> None:
     with pytest.raises(AssertionError, match="score as in the whole layer"):
         check_scorer(NumbersTheHeadsHere())
@@ -273,7 +269,6 @@ class HeadsOfThisProcess(GlobalThresholdSelector):
         return super().select_together(saliencies, alone)
 
 
-@first_find
 @pytest.mark.parametrize(
     ("selector", "message"),
     [
@@ -295,7 +290,6 @@ class SilentlyTogether(GlobalThresholdSelector):
         return False
 
 
-@first_find
 def test_a_selector_that_does_not_say_that_it_decides_together() -> None:
     with pytest.raises(AssertionError, match="select_together must raise TypeError"):
         check_selector(SilentlyTogether(0.3))
@@ -305,7 +299,6 @@ def test_a_selector_without_one_budget_passes() -> None:
     check_selector(OnePerHead())
 
 
-@first_find
 @pytest.mark.parametrize(
     ("propagation", "message"),
     [
@@ -328,3 +321,36 @@ def test_only_components_of_the_kind() -> None:
         check_scorer(SinkAndRecentSelector())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="component must be a KVSelector"):
         check_selector(WindowMaxPoolScorer)  # type: ignore[arg-type]
+
+
+def test_a_fault_is_shown_where_it_is_first_found() -> None:
+    """Only `shrink` asks for the smallest layer; without it few layers are tried."""
+    calls = []
+
+    class Counted(LeastSalient):
+        def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+            calls.append(context.batch)
+            return super().select(saliency, context)
+
+    with pytest.raises(AssertionError, match="outscore") as caught:
+        check_selector(Counted(0.3, window_size=3))
+    at_first = len(calls)
+    assert at_first < 20
+    notes = " ".join(caught.value.__notes__)
+    assert "query heads" in notes
+    assert "shrink=True" in notes
+    with pytest.raises(AssertionError, match="outscore"):
+        check_selector(Counted(0.3, window_size=3), shrink=True)
+    assert len(calls) > 2 * at_first
+
+
+def test_fixed_examples_cover_what_layers_differ_in() -> None:
+    layers = [draw_context(FixedDraws(number)) for number in range(FIRST)]
+    assert any(not bool(each.new_valid.all()) for each in layers)  # padding
+    assert any(each.kv_heads > 1 and each.query_heads > each.kv_heads for each in layers)
+    assert {each.keys.dtype for each in layers} == {torch.float32, torch.bfloat16}
+    assert any(each.kinds is not None for each in layers)
+    held = [each.valid.sum(dim=-1) for each in layers]
+    assert any(bool((each != each[:, :1]).any()) for each in held)  # unlike heads
+    assert any(each.key_len > each.new_len for each in layers)
+    assert any(each.key_len > 25 for each in layers)

@@ -127,3 +127,20 @@ class CacheReport:
                 f"and {self.total.observed_bytes:,} bytes of queries and sums to choose by"
             )
         return "\n".join(lines)
+
+
+def held_in_words(layers: Sequence[PolicyLayer], seen: int) -> str:
+    """Say in a few words how much a cache has read and holds, without reading a tensor.
+
+    Of a layer whose rows or heads hold different numbers of tokens, the largest is shown.
+
+    Args:
+        layers: The layers of the cache.
+        seen: Columns seen, padding included.
+    """
+    counts = [layer.kept_len for layer in layers if layer.attends]
+    if not seen or not counts:
+        return f"{seen:,} tokens read" if seen else "empty"
+    few, most = min(counts), max(counts)
+    held = f"{most:,}" if few == most else f"{few:,} to {most:,}"
+    return f"{seen:,} tokens read, {held} held by each layer"

@@ -108,7 +108,7 @@ class TestDescription:
             retention_tokens=64, decoding=64
         )
         assert SnapKV(decoding=64) != SnapKV()
-        assert str(SnapKV(decoding=64)) == "SnapKV(decoding=64)"
+        assert str(SnapKV(decoding=64)) == "SnapKV(decoding=64, retention_rate=0.1)"
         composed = CachePolicy(
             WindowMaxPoolScorer(),
             GQAGroupSelector(),

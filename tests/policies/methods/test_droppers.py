@@ -78,7 +78,8 @@ def test_one_rate_is_kept_and_goes_on() -> None:
     bounded = CLAA(decoding=32).decoding
     assert bounded is not None
     assert bounded.most_tokens == 32
-    assert str(CLAA(decoding=32, whole_layers=2)) == "CLAA(decoding=32, whole_layers=2)"
+    written = "CLAA(decoding=32, retention_rate=0.1, whole_layers=2)"
+    assert str(CLAA(decoding=32, whole_layers=2)) == written
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_a_bound_for_answers_goes_to_the_selector_within() -> None:
     assert bounded.decoding is not None
     assert bounded.decoding.selector == CriticalSelector(GQAGroupSelector(retention_tokens=64))
     assert bounded.decoding.most_tokens == 64
-    assert str(bounded) == "CriticalKV(decoding=64)"
+    assert str(bounded) == "CriticalKV(decoding=64, retention_rate=0.1)"
     assert str(CriticalKV(retention_tokens=64, decoding=True)) == (
         "CriticalKV(decoding=64, retention_tokens=64)"
     )

@@ -1,0 +1,81 @@
+"""What caches and documents print of themselves."""
+
+import copy
+
+import pytest
+import torch
+
+from kvpolicy.integrations.transformers import PolicyCache, ReadDocument
+from kvpolicy.policies import CLAA, AdaKV, FullContext, SnapKV
+from tests.integrations.hybrids.models import hybrid
+from tests.integrations.lm_eval.support import char_tokenizer
+from tests.reference import random_tokens, tiny_model
+
+
+def prompt(length: int) -> torch.Tensor:
+    return torch.tensor([random_tokens(0, length)])
+
+
+def test_a_cache_shows_its_policy_and_what_it_holds() -> None:
+    model = tiny_model("llama", seed=0)
+    cache = PolicyCache(SnapKV(retention_rate=0.1))
+    assert repr(cache) == "PolicyCache(SnapKV(retention_rate=0.1)): empty"
+    model.generate(prompt(100), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    written = "PolicyCache(SnapKV(retention_rate=0.1)): 103 tokens read, 13 held by each layer"
+    assert repr(cache) == str(cache) == written
+    assert repr(copy.copy(cache)) == written
+    cache.reset()
+    assert repr(cache) == "PolicyCache(SnapKV(retention_rate=0.1)): empty"
+
+
+def test_layers_that_hold_unlike_numbers_are_a_range() -> None:
+    model = tiny_model("llama", seed=0)
+    cache = PolicyCache(CLAA(tsp_layer=1, retention_rate=0.2, tsp_rate=0.5, whole_layers=1))
+    with cache.attached(model), torch.no_grad():
+        model(prompt(40), past_key_values=cache)
+    assert {layer.kept_len for layer in cache.layers} == {8, 40}
+    assert repr(cache).endswith("): 40 tokens read, 8 to 40 held by each layer")
+
+
+def test_long_numbers_are_grouped() -> None:
+    model = tiny_model("llama", seed=0)
+    whole = PolicyCache(FullContext())
+    with whole.attached(model), torch.no_grad():
+        assert model(prompt(1200), past_key_values=whole).logits.isfinite().all()
+    assert repr(whole) == "PolicyCache(FullContext()): 1,200 tokens read, 1,200 held by each layer"
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        PolicyCache(SnapKV(retention_tokens=9), max_new_tokens=8),
+        PolicyCache(SnapKV(decoding=12)),
+        PolicyCache(AdaKV(0.3)),
+    ],
+    ids=repr,
+)
+def test_other_kinds_of_caches(cache: PolicyCache) -> None:
+    model = tiny_model("llama", seed=0)
+    model.generate(prompt(40), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    lengths = {layer.kept_len for layer in cache.layers}
+    held = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
+    assert repr(cache).endswith(f": 43 tokens read, {held} held by each layer")
+    assert str(cache.policy) in repr(cache)
+
+
+def test_layers_without_tokens_are_not_counted() -> None:
+    model = hybrid("qwen3_next")
+    cache = PolicyCache(SnapKV(retention_tokens=9, window_size=2))
+    with cache.attached(model), torch.no_grad():
+        model(prompt(40), past_key_values=cache)
+    assert repr(cache).endswith("): 40 tokens read, 9 held by each layer")
+
+
+def test_a_document_shows_its_model() -> None:
+    model = tiny_model("llama", seed=1)
+    text = "the rain wrote it, and it costs a little. " * 2
+    document = ReadDocument(model, char_tokenizer(), text, SnapKV(retention_tokens=12))
+    count, name = document.cache.get_seq_length(), type(model).__name__
+    assert count > 40
+    written = f"SnapKV(retention_tokens=12)): {count} tokens read, 12 held by each layer"
+    assert repr(document) == f"ReadDocument({name}, {written}"
