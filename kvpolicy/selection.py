@@ -139,9 +139,9 @@ def select_between(saliency: Tensor, count: int, *, first: int = 0, tail: int = 
     """
     lowest, length = torch.finfo(saliency.dtype).min, saliency.shape[-1]
     scores = saliency.nan_to_num(nan=lowest, neginf=lowest)  # and the highest number for inf
-    for protected in (slice(first), slice(length - tail, length)):
-        if protected.start != protected.stop and protected.stop:
-            scores[..., protected] = torch.inf
+    for start, protected in ((0, first), (length - tail, tail)):
+        if protected:
+            scores.narrow(-1, start, protected).fill_(torch.inf)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     return order[..., :count].sort(dim=-1).values
 

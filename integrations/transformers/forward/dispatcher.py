@@ -89,6 +89,11 @@ class ForwardDispatcher:
         self._outer = OuterCall()
         self._thread: threading.Thread | None = None  # the thread of the call
 
+    @property
+    def _attached(self) -> Attachment:
+        assert self.attachment is not None
+        return self.attachment
+
     # What has been read.
 
     @property
@@ -234,11 +239,10 @@ class ForwardDispatcher:
             may_be_static: Whether the answer may be decoded into buffers of a fixed size.
             unhooked: The largest number of answer tokens if they may be decoded without hooks.
         """
-        assert self.attachment is not None
         before, outer = self.recorded(), (self._in_generate, self.fixed.allowed)
         self._begin_turn(prompt_end)
         self._in_generate = True
-        self.fixed.allowed = may_be_static and self.attachment.alone and not self.appends
+        self.fixed.allowed = may_be_static and self._attached.alone and not self.appends
         self.unhooked.most = None if self.fixed.is_compileable else unhooked
         try:
             yield
@@ -285,9 +289,8 @@ class ForwardDispatcher:
         if not failed:
             self.unhooked.begin()
         if not failed and not outer.has_reached:
-            assert self.attachment is not None
             raise UnsupportedModelError(
-                f"{type(self.attachment.parts.model).__name__} was called with the cache, but did "
+                f"{type(self._attached.parts.model).__name__} was called with the cache, but did "
                 "not give it to its decoder, so that no policy has acted; call the model inside"
             )
 
@@ -328,12 +331,11 @@ class ForwardDispatcher:
 
     def _take_up(self, arguments: dict[str, Any], *, ends: bool) -> dict[str, Any]:
         """Run the passes before the forward's main pass; return the arguments of the main pass."""
-        assert self.attachment is not None
         starts, end = self.acts_next, self.now.prompt_end
         call, incoming, features = self._arriving(ends=ends).read(arguments)
         arrival = Arrival(
             call,
-            self.attachment.cache,
+            self._attached.cache,
             self.layers,
             incoming,
             features,
@@ -343,11 +345,12 @@ class ForwardDispatcher:
             chunks=self.now.chunks if starts else None,
             remember=self._remember,
         )
-        decoder = self.attachment.parts.decoder
+        decoder = self._attached.parts.decoder
         self._forward = ForwardRun(arrival.passes(), call, self.layers, decoder, self._begin)
         return self._forward.up_to_main().made.incoming.arguments
 
     def _begin(self, run: PassRun) -> None:
+        self._attached.hook_layers(run.alone)
         self.run = run
 
     def _remember(self, chunks: Chunks) -> None:
@@ -355,7 +358,6 @@ class ForwardDispatcher:
 
     def _read_prompt(self, arguments: dict[str, Any], missing: int, columns: int) -> dict[str, Any]:
         """Read the prompt in a separate forward; return the draft tokens' arguments after it."""
-        assert self.attachment is not None
         if isinstance(arguments.get("attention_mask"), dict):
             raise UnsupportedGenerationError(
                 "assistant_model and prompt_lookup_num_tokens must be None with a model that makes "
@@ -366,7 +368,7 @@ class ForwardDispatcher:
         prompt = {**span_with_features(arguments, seen, 0, missing), "return_dict": True}
         keep_last = self._outer.keep_last
         self._outer.keep_last = None if keep_last is None else 1
-        output = self.attachment.parts.decoder(**prompt)
+        output = self._attached.parts.decoder(**prompt)
         self._outer.keep_last = keep_last
         self._first_output = output
         return span_with_features(arguments, seen, missing, columns)
@@ -386,9 +388,8 @@ class ForwardDispatcher:
         except BaseException:
             self.abandon_forward()
             raise
-        assert self.attachment is not None
         self.unhooked.look(run, self._given)
-        self.filled_by = weakref.ref(self.attachment.parts.decoder)
+        self.filled_by = weakref.ref(self._attached.parts.decoder)
         if run.made.keys is KeyUse.SELECT:
             self.now = ReadState(self.now.tokens, run.propagated)
         first, self._first_output = self._first_output, None

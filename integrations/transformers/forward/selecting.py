@@ -100,7 +100,8 @@ class Select(AtEnd):
         if window is None and self._keeps_all(at, index, inputs, stored):
             positions = at.masks.positions(layer, stored[0].shape[1], stored[0].device)
             layer.facts.expands = False
-            layer.store(*stored, positions, None, counts=(stored[0].shape[2],) * len(positions))
+            counts = (stored[0].shape[2],) * stored[0].shape[0]
+            layer.store(*stored, positions, None, counts=counts)
             return
         context = self.context(at, index, inputs, stored)
         if at.policy.decoding is not None:

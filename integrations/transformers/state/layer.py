@@ -213,7 +213,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         storage = self.storage if storage is None else storage
         heads, width = chosen.shape[1:]
         ragged, padded = False, counts is None or min(counts) < width
-        of_heads = [] if counts is None else [[count] * heads for count in counts]
+        of_heads = [[count] * heads for count in counts] if padded and counts is not None else []
         if counts is None:  # one transfer from the device for all counts
             of_heads = (chosen >= 0).sum(dim=2).tolist()
             ragged = any(len(set(row)) > 1 for row in of_heads)
