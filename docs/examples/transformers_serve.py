@@ -1,4 +1,4 @@
-"""Apply a policy to the model of `transformers serve`: every request to the server runs under it."""
+"""Apply a policy to the model of `transformers serve`, for every request to the server."""
 
 import tempfile
 
