@@ -84,16 +84,19 @@ class Description:
         common = [name for name in was if name in got]
         return found + _unlike({name: was[name] for name in common}, got, common)
 
-    def circumstances(self, other: Description) -> list[str]:
-        """List how two evaluations differ in machine, threads and versions; empty if in nothing.
+    def circumstances(self, other: Description) -> list[tuple[str, str, str]]:
+        """List how two evaluations differ in machine, threads and versions: name and both values.
 
         The number of a machine's processors counts for nothing.
         """
-        return _unlike(_place(self), _place(other))
+        own, its = _place(self), _place(other)
+        names = [name for name in {**own, **its} if own.get(name) != its.get(name)]
+        return [(name, _text(own.get(name)), _text(its.get(name))) for name in names]
 
     def differences(self, other: Description) -> list[str]:
         """List why two evaluations cannot share a folder; empty if they can."""
-        return [*self.conflicts(other), *self.circumstances(other)]
+        unlike = [f"{name} was {was}, got {got}" for name, was, got in self.circumstances(other)]
+        return [*self.conflicts(other), *unlike]
 
     def joined(self, other: Description) -> Description:
         """Return the description of all that two evaluations ask, in the order of one that does.

@@ -39,10 +39,12 @@ def differences(sources: Sequence[Source]) -> list[str]:
     found: list[str] = []
     first, *others = sources
     for each in others:
-        own, its = (source.description.settings.get("model") for source in (first, each))
+        own, its = (str(source.description.settings.get("model")) for source in (first, each))
         unlike = first.description.circumstances(each.description)
-        unlike += [f"model was {own}, got {its}"] if own != its else []
-        found += [f"{said} in {each.folder}" for said in unlike]
+        unlike += [("model", own, its)] if own != its else []
+        found += [
+            f"{name}: {was} in {first.folder}, {got} in {each.folder}" for name, was, got in unlike
+        ]
     return found
 
 

@@ -219,7 +219,7 @@ def test_a_report_of_two_folders(
     status, said, err = command("report", "a", "b")
     assert (status, err) == (0, "")
     differs, files = said.splitlines()
-    assert re.fullmatch(r"differs: version of torch was .*, got 1\.0 in b", differs)
+    assert re.fullmatch(r"differs: version of torch: .* in a, 1\.0 in b", differs)
     assert files == "written: report.html, report.md"
     table = Path("report.md").read_text()
     assert table.startswith("| folder | a | b |\n")

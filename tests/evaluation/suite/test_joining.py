@@ -87,18 +87,19 @@ def test_circumstances_are_listed_and_no_reason_to_refuse(
     change(folders[1], machine={"processor": "made up", "gpu": "H100", "cpus": 64})
     change(folders[1], -1, total_seconds=99.0)
     joined = load_joined(folders)
+    first, second = folders
     said = [
-        "threads was 1, got 8",
-        "version of torch was not given, got 2",
-        "gpu was not given, got H100",
-        "model was stand-in, got elsewhere",
+        f"threads: 1 in {first}, 8 in {second}",
+        f"version of torch: not given in {first}, 2 in {second}",
+        f"gpu: not given in {first}, H100 in {second}",
+        f"model: stand-in in {first}, elsewhere in {second}",
     ]
-    assert differences(joined.sources) == [f"{each} in {folders[1]}" for each in said]
+    assert differences(joined.sources) == said
     page, table = write_report(joined, tmp_path / "report.html")
     html, rows = page.read_text(), table.read_text().splitlines()
     for each in said:
-        assert f"<li>{each} in {folders[1]}</li>" in html
-        assert f"- {each} in {folders[1]}" in rows
+        assert f"<li>{each}</li>" in html
+        assert f"- {each}" in rows
     assert rows[0] == f"| folder | {folders[0]} | {folders[1]} |"
     assert "| machine | made up, 2 CPUs | H100, made up, 64 CPUs |" in rows
     assert "| torch | \N{EN DASH} | 2 |" in rows
