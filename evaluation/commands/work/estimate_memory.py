@@ -142,8 +142,8 @@ def _kept(variant: Variant, cost: Estimate) -> int:
 
 def memory_table(found: MemoryFound) -> Table:
     """Return a table of the memory that a prompt and its answer take, several rows per policy."""
-    sizes = [each.session.peak for each in found.rows]
-    unit, unit_bytes = byte_unit(max(sizes))
+    # By what is held: a peak of whole attention scores would make all else 0.00.
+    unit, unit_bytes = byte_unit(max(each.session.held for each in found.rows))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("policy", overflow="fold")
     for header in (

@@ -11,6 +11,7 @@ import attrs
 from kvpolicy.evaluation.suite.folder import Results, Source
 
 ABSENT = "\N{EN DASH}"
+SAMPLES = "samples"
 
 
 @attrs.frozen
@@ -27,8 +28,8 @@ class Fact:
 
     @property
     def differs(self) -> bool:
-        """True if the folders do not have it in common."""
-        return len(set(self.values)) > 1
+        """True if the folders do not have it in common, and should."""
+        return self.name != SAMPLES and len(set(self.values)) > 1
 
 
 def sources_of(results: Results) -> tuple[Source, ...]:
@@ -41,7 +42,7 @@ def facts_of(sources: Sequence[Source]) -> list[Fact]:
     """Return the model, machine and versions of folders, those first that tell most."""
     found = [
         Fact("folder", tuple(str(each.folder) for each in sources)),
-        Fact("samples", tuple(f"{each.samples:,}" for each in sources)),
+        Fact(SAMPLES, tuple(f"{each.samples:,}" for each in sources)),
         _fact("model", sources, _setting("model")),
         _fact("content of the model", sources, _setting("fingerprint")),
         _fact("precision", sources, _setting("dtype")),

@@ -148,6 +148,20 @@ def test_every_reason_is_a_sentence(name: str) -> None:
         assert not re.search(r"\w\(|\w=|\[\d|\[\.\.\.\]|<", each), each
 
 
+def test_reasons_are_of_the_policy_and_not_of_the_self_checks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", saved("ministral", tmp_path), "--context", "4096"]) == 0
+    out = capsys.readouterr().out
+    reasons = {name: each for name, each in rows_of(out).items() if each.startswith("no:")}
+    assert {"fastkv", "claa", "lazy_llm"} <= set(reasons)
+    joined = " ".join(out.split())
+    assert "no: layers after which claa drops tokens must see the whole context" in joined
+    assert "sees 16 of 4096 tokens" in joined
+    assert "Propagation" not in out
+    assert "cannot be applied to this model" not in joined
+
+
 def test_what_the_self_check_finds_is_a_sentence() -> None:
     wrong = Finding(0.5, 1.0, "its self-check found wrong logits where a policy drops tokens")
     found = checked("llama", wrong)
