@@ -89,10 +89,9 @@ def _matrices(
     model: nn.Module, method: Method, name: str
 ) -> Iterator[tuple[Tensor, list[tuple[int, int]]]]:
     """Yield the weights that are quantised, each with the matrices that are stored for it."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     layers = {id(it) for layer in layers_within(find_decoder(model)) for it in layer.modules()}
     for path, module in model.named_modules():
-        if module is head or id(module) not in layers or method.skips(path):
+        if id(module) not in layers or method.skips(path):  # embeddings and the head are in none
             continue
         if isinstance(module, nn.Linear):
             if method.linear:
@@ -127,7 +126,7 @@ def method_of(config: Any, name: str) -> Method | None:
         method = METHODS[kind](said) if kind in METHODS else None
         if method is not None:
             method.packed(1, 1)  # a number that is missing is missing for all
-    except (LookupError, TypeError, ValueError, ZeroDivisionError):
+    except (LookupError, TypeError, ValueError, ZeroDivisionError, re.error):
         method = None
     if method is None:
         raise _not_known(name, kind or "a method without a name")
@@ -181,7 +180,7 @@ def _mxfp4(said: Mapping[str, Any]) -> Method:
 def _fp8(said: Mapping[str, Any]) -> Method | None:
     if said.get("expert_dtype", "fp8") != "fp8":
         return None
-    block = said.get("weight_block_size")
+    block: Sequence[int] | None = said.get("weight_block_size")
     scale = 1 if said.get("scale_fmt") == "ue8m0" else 4
 
     def packed(rows: int, columns: int) -> int:
@@ -199,7 +198,7 @@ def _fbgemm_fp8(said: Mapping[str, Any]) -> Method:
 
 
 def _gptq(said: Mapping[str, Any]) -> Method | None:
-    bits, size = said["bits"], said.get("group_size", 128)
+    bits, size = int(said["bits"]), int(said.get("group_size", 128))
     dynamic: Mapping[str, Any] = said.get("dynamic") or {}
     # Where some modules have numbers of their own, or only some are quantised at all.
     if said.get("lm_head") or said.get("modules_in_block_to_quantize"):
@@ -222,8 +221,8 @@ def _gptq(said: Mapping[str, Any]) -> Method | None:
 
 
 def _awq(said: Mapping[str, Any]) -> Method:
-    bits = said["bits"] if "bits" in said else said["w_bit"]
-    size = said.get("group_size", said.get("q_group_size", 128))
+    bits = int(said["bits"] if "bits" in said else said["w_bit"])
+    size = int(said.get("group_size", said.get("q_group_size", 128)))
 
     def packed(rows: int, columns: int) -> int:
         groups, width = _groups(columns, size), 4 * ceil(rows * bits / 32)
@@ -254,7 +253,7 @@ def _compressed_tensors(said: Mapping[str, Any]) -> Method | None:
     if list(group["targets"]) != ["Linear"] or sparse != "dense":
         return None
     weights = group["weights"]
-    bits, strategy = weights["num_bits"], weights["strategy"]
+    bits, strategy = int(weights["num_bits"]), weights["strategy"]
     form = group.get("format") or said["format"]
     small = {"nvfp4-pack-quantized": (16, 4), "mxfp4-pack-quantized": (32, 0)}.get(form)
     if small is None and form not in ("pack-quantized", "int-quantized", "float-quantized"):
@@ -264,7 +263,7 @@ def _compressed_tensors(said: Mapping[str, Any]) -> Method | None:
         if small is not None:  # scales of a byte, and one for the whole
             return rows * (ceil(columns / 2) + ceil(columns / small[0])) + small[1]
         if strategy == "block":
-            height, width = weights["block_structure"]
+            height, width = map(int, weights["block_structure"])
             return rows * columns + 2 * ceil(rows / height) * ceil(columns / width)
         groups = _groups(columns, weights["group_size"]) if strategy == "group" else 1
         scales = 1 if strategy == "tensor" else rows * groups

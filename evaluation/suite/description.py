@@ -76,13 +76,10 @@ class Description:
         if "fingerprint" in own and "fingerprint" in its:
             own.pop("model", None), its.pop("model", None)
         found = _unlike(own, its)
-        for label in self.methods.keys() & other.methods.keys():
-            name = f"method {label}"
-            was, got = self.methods[label].parameters, other.methods[label].parameters
-            found += _unlike({name: was}, {name: got})
-        was, got = (_origins(each.settings.get("made_of", {})) for each in (self, other))
-        common = [name for name in was if name in got]
-        return found + _unlike({name: was[name] for name in common}, got, common)
+        for made in (_parameters, _origins):
+            own, its = made(self), made(other)
+            found += _unlike(own, its, [name for name in own if name in its])
+        return found
 
     def circumstances(self, other: Description) -> list[tuple[str, str, str]]:
         """List how two evaluations differ in machine, threads and versions: name and both values.
@@ -155,11 +152,16 @@ def _unlike(
     ]
 
 
-def _origins(made_of: Mapping[str, Any]) -> dict[str, Any]:
+def _parameters(description: Description) -> dict[str, Any]:
+    """Return the parameters of each method."""
+    return {f"method {label}": each.parameters for label, each in description.methods.items()}
+
+
+def _origins(description: Description) -> dict[str, Any]:
     """Return what each task's documents were made of, by task and, where it has some, length."""
     return {
         f"what {task} {key} is made of": value
-        for task, made in made_of.items()
+        for task, made in description.settings.get("made_of", {}).items()
         for key, value in made.items()
     }
 
@@ -170,8 +172,8 @@ def _joined_settings(own: Mapping[str, Any], its: Mapping[str, Any]) -> dict[str
         if name in found:
             found[name] = list(dict.fromkeys([*own.get(name, ()), *its.get(name, ())]))
     if "limit" in found:  # None for all
-        limits = own.get("limit"), its.get("limit")
-        found["limit"] = None if None in limits else max(limits)
+        limits = [each["limit"] for each in (own, its) if each.get("limit") is not None]
+        found["limit"] = max(limits) if len(limits) == 2 else None
     if "data" in found:
         found["data"] = own.get("data") or its.get("data")
     if "made_of" in found:

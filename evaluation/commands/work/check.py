@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich import box
@@ -62,7 +62,7 @@ def refusal(found: ModelCheck, name: str, context: int) -> str | None:
         name: The policy's.
         context: Tokens of the context.
     """
-    policy = None
+    policy: Any = None
     try:
         policy = build(name)
         reason = found.refusal_of(policy, context)
