@@ -16,7 +16,8 @@ import attrs
 
 from kvpolicy.evaluation.suite.sample import Cell, Method
 
-FORMAT = 1
+# Format 1 numbers the documents of a task through all of its lengths, 2 those of each length.
+FORMAT = 2
 # Of each setting that only grows, how the values of two runs become one.
 _LISTS = ("tasks", "lengths", "questions", "include")
 _GROWING = (*_LISTS, "limit", "data", "beyond_positions", "made_of")
@@ -32,12 +33,14 @@ class Description:
         environment: Versions of libraries, and the machine.
         methods: By label, full context first.
         expected: How many samples every cell has when it is finished, in the order of asking.
+        format: Of the folder that it was read from.
     """
 
     settings: dict[str, Any]
     environment: dict[str, Any]
     methods: dict[str, Method]
     expected: dict[Cell, int]
+    format: int = FORMAT
 
     def to_json(self) -> str:
         """Return the description as the text of the file ``settings.json``."""
@@ -55,14 +58,15 @@ class Description:
         """
         try:
             read = json.loads(text)
-            if read.pop("format") != FORMAT:
-                raise ValueError(f"format must be {FORMAT}, which this version reads")
+            number = read.pop("format")
+            if number not in (1, FORMAT):
+                raise ValueError(f"format must be 1 or {FORMAT}, which this version reads")
             expected = {}
             for each in read.pop("cells"):
                 count = each.pop("samples")
                 expected[Cell(**each)] = count
             methods = {label: Method(**each) for label, each in read.pop("methods").items()}
-            return cls(read.pop("settings"), read, methods, expected)
+            return cls(read.pop("settings"), read, methods, expected, number)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"no settings of an evaluation: {error}") from None
 
@@ -74,8 +78,9 @@ class Description:
         """
         own, its = _contents(self), _contents(other)
         if "fingerprint" in own and "fingerprint" in its:
-            own.pop("model", None), its.pop("model", None)
+            own, its = ({**each, "model": None} for each in (own, its))
         found = _unlike(own, its)
+        found += _unlike(_numbering(self), _numbering(other))
         for made in (_parameters, _origins):
             own, its = made(self), made(other)
             found += _unlike(own, its, [name for name in own if name in its])
@@ -150,6 +155,15 @@ def _unlike(
         for name in ({**own, **its} if names is None else names)
         if own.get(name) != its.get(name)
     ]
+
+
+def _numbering(description: Description) -> dict[str, Any]:
+    """Return how documents are numbered, where format 1 and later ones differ in it."""
+    lengths = {(cell.task, cell.length) for cell in description.expected}
+    several = len(lengths) > len({task for task, _ in lengths})
+    if description.format > 1 or not several:
+        return {}
+    return {"numbering of documents": "of an earlier version"}
 
 
 def _parameters(description: Description) -> dict[str, Any]:

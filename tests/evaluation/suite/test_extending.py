@@ -263,3 +263,16 @@ def test_refused_prompts_leave_the_settings_as_they_are(tmp_path: Path) -> None:
         fill(folder, runner, runner.documents())
     assert (tmp_path / SETTINGS).read_bytes() == before
     assert runner.asked == []
+
+
+def test_folders_of_the_first_format(tmp_path: Path) -> None:
+    """Of one length they go on; of several, documents have other numbers, and they can be read."""
+    for name, asked in (("one", FIRST), ("two", FIRST | MORE["lengths"])):
+        asked_of(tmp_path / name, asked)
+        file = tmp_path / name / SETTINGS
+        file.write_text(file.read_text().replace('"format": 2', '"format": 1'))
+        assert load(tmp_path / name).description.format == 1
+    assert len(asked_of(tmp_path / "one", FIRST | MORE["limit"])) == 2 * 4
+    assert load(tmp_path / "one").description.format == 2
+    with pytest.raises(ValueError, match="numbering of documents was of an earlier version, got"):
+        asked_of(tmp_path / "two", FIRST | MORE["lengths"] | MORE["limit"])
