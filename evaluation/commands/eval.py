@@ -28,7 +28,7 @@ def eval(options: EvalOptions) -> None:
     """Score policies on long-context tasks, at several prompt lengths, against full context.
 
     Every sample is a line of samples.jsonl as soon as it is answered; the same command goes on
-    after a kill, and one with other policies, tasks, lengths or a larger --limit adds to the folder.
-    kvpolicy report makes a page of it. Without --policy FastKV.
+    after a kill, and one with other policies, tasks, lengths or a larger --limit adds to the
+    folder. kvpolicy report makes a page of it. Without --policy FastKV.
     """
     work("eval", options)
