@@ -39,12 +39,12 @@ def check_model_name(name: str) -> str:
         return str(path)
     if path.exists():
         raise ValueError(f"model {name} must be a folder as save_pretrained writes it, got a file")
-    if not _HUB_NAME.fullmatch(name):
+    if not is_hub_name(name):
         raise ValueError(
             f"model {name} does not exist; give a folder, a Hub name such as owner/model, or "
             f"{' or '.join(BUNDLED)} for a bundled model"
         )
-    if os.sep in name and path.parent.is_dir() and not _downloaded(name):
+    if os.sep in name and path.parent.is_dir() and cached_config(name) is None:
         raise ValueError(
             f"model {name} does not exist in the folder {path.parent} that is here; for the Hub's "
             f"model of this name, start from a folder without {path.parent}"
@@ -52,8 +52,18 @@ def check_model_name(name: str) -> str:
     return name
 
 
-def _downloaded(name: str) -> bool:
-    """Return True if a model of the Hub is in its local cache."""
-    from huggingface_hub import try_to_load_from_cache
+def is_hub_name(name: str) -> bool:
+    """Return True if the Hugging Face Hub could have a model of this name."""
+    return _HUB_NAME.fullmatch(name) is not None
 
-    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+def cached_config(name: str) -> Path | None:
+    """Return the ``config.json`` of a Hub model from the local cache; None if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # such as one with "--" in it, which the Hub has none of
+        return None
+    return Path(found) if isinstance(found, str) else None

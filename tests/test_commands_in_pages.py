@@ -201,7 +201,8 @@ def tiny(line: str) -> tuple[list[str], str]:
         if model in found:
             found = [f"{model}.txt" if each == "needle.txt" else each for each in found]
     if command == "report":
-        found[1] = "reported"
+        options = next((at for at, it in enumerate(found) if it.startswith("--")), len(found))
+        found[1:options] = ["reported"] * (options - 1)
     if command == "eval":  # each its own folder: one goes on under the same settings alone
         at = found.index("--out") + 1
         found[at] = f"results-{LINES.index(line)}"

@@ -21,8 +21,8 @@ class EstimateOptions:
     config: Annotated[
         str,
         Option(
-            f"{', '.join(PRESETS)}, such a model's name on the Hub, or a folder with a "
-            "config.json.",
+            f"{', '.join(PRESETS)}, such a model's name on the Hub, a folder with a config.json, "
+            "such a file, or any name on the Hub that the local cache holds.",
             metavar="NAME",
         ),
     ]

@@ -19,13 +19,16 @@ class EvalOptions:
     settings: Settings
     policies: PolicyOptions
     tsp_layer: Annotated[int | None, TSP_LAYER] = None
-    out: Annotated[Path, Option("Folder of results; one that was begun goes on.", metavar="DIR")]
+    out: Annotated[
+        Path, Option("Folder of results; one that is there goes on, or is extended.", metavar="DIR")
+    ]
 
 
 def eval(options: EvalOptions) -> None:
     """Score policies on long-context tasks, at several prompt lengths, against full context.
 
     Every sample is a line of samples.jsonl as soon as it is answered; the same command goes on
-    after a kill. kvpolicy report makes a page of the folder. Without --policy FastKV.
+    after a kill, and one with other policies, tasks, lengths or a larger --limit adds to the
+    folder. kvpolicy report makes a page of it. Without --policy FastKV.
     """
     work("eval", options)

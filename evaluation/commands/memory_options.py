@@ -43,7 +43,11 @@ class MemoryOptions:
     ] = None
     weights: Annotated[
         str | None,
-        Option("Of the weights, as of a quantised model; default: as --dtype.", metavar="SIZE"),
+        Option(
+            "Of the weights; default: as the configuration says they are quantised, else in "
+            "--dtype.",
+            metavar="SIZE",
+        ),
     ] = None
     answer: Annotated[
         int | None, Option(f"Tokens of an answer; default with --memory: {DEFAULT_ANSWER}.", min=1)

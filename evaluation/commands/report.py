@@ -1,4 +1,4 @@
-"""Run `kvpolicy report`: the results of `kvpolicy eval` as a page and a Markdown table."""
+"""Run `kvpolicy report`: results of `kvpolicy eval` as a page and a Markdown table."""
 
 from __future__ import annotations
 
@@ -18,16 +18,23 @@ class ReportOptions:
     """The command-line options of `kvpolicy report`."""
 
     results: Annotated[
-        Path, Option("A folder that kvpolicy eval has written.", metavar="DIR", positional=True)
+        tuple[Path, ...],
+        Option(
+            "Folders that kvpolicy eval has written, of one model; several are joined.",
+            metavar="DIR",
+            positional=True,
+        ),
     ]
     out: Annotated[
-        Path | None, Option(f"The page; default: {PAGE} in the folder.", metavar="FILE")
+        Path | None,
+        Option(f"The page; default: {PAGE} in the folder; of several: here.", metavar="FILE"),
     ] = None
 
 
 def report(options: ReportOptions) -> None:
-    """Turn a folder of results into one self-contained HTML page and a Markdown table.
+    """Turn folders of results into one self-contained HTML page and a Markdown table.
 
-    A folder that is not finished is reported on as far as it is, and marked.
+    What is not finished is reported on as far as it is, and marked. Folders of several machines are
+    joined where the model and the prompts are the same; the page says in what they differ.
     """
     work("report", options)

@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -38,6 +39,7 @@ from kvpolicy.evaluation.cost.chunk_attention import ChunkAttention
 from kvpolicy.evaluation.cost.deciding import deciding_bytes
 from kvpolicy.evaluation.cost.live_bytes import LiveBytes
 from kvpolicy.evaluation.cost.model_shape import LayerShape
+from kvpolicy.evaluation.cost.released import Weights, released_weights
 from kvpolicy.evaluation.cost.tracing import quiet
 from kvpolicy.evaluation.defaults import ATTENTION_NAMES
 from kvpolicy.integrations.transformers.model.finding import find_decoder, layers_within
@@ -104,7 +106,7 @@ class ModelMemory:
         dtype: torch.dtype = torch.bfloat16,
         attention: str | None = None,
     ) -> None:
-        self.name, self.dtype = name, dtype
+        self.name, self.dtype, self._config = name, dtype, config
         with self._refusing():
             self._model, self.attention = _built(copy.deepcopy(config), dtype, attention)
             self._text = config.get_text_config(decoder=True)
@@ -114,10 +116,16 @@ class ModelMemory:
         self._read: dict[tuple[int, int, ChunkAttention | None], Activations] = {}
         self._decided: dict[tuple[Any, ...], int] = {}
 
-    @property
-    def weight_bytes(self) -> int:
-        """The bytes of the model's parameters and buffers; shared tensors count once."""
-        return sum(each.numel() * each.element_size() for each in self._tensors)
+    @cached_property
+    def weights(self) -> Weights:
+        """The bytes of the model's parameters and buffers; shared tensors count once.
+
+        Those that its configuration says are quantised count as they were released.
+
+        Raises:
+            ValueError: They are quantised in a way that is not known here.
+        """
+        return released_weights(self._model, self._config, self.name)
 
     def forward(
         self,

@@ -12,6 +12,7 @@ from kvpolicy.checks import check_kind
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.evaluation.cost.model_shape import ModelShape
 from kvpolicy.evaluation.cost.presets import PRESETS, preset_name
+from kvpolicy.evaluation.model_names import cached_config, is_hub_name
 
 
 def load_shape(name: str) -> ModelShape:
@@ -19,7 +20,7 @@ def load_shape(name: str) -> ModelShape:
 
     Args:
         name: A preset or its name on the Hugging Face Hub, in upper or lower case; a folder with a
-            ``config.json``; or such a file.
+            ``config.json``; such a file; or any name on the Hub that the local cache holds.
 
     Raises:
         TypeError: ``name`` is not a str.
@@ -79,15 +80,7 @@ def shape_of(config: Any, name: str = "model") -> ModelShape:
 
 
 def _read_config(name: str) -> Any:
-    path = Path(name).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        if path.is_dir():
-            raise ValueError(f"config folder {name} must hold a config.json, got none")
-        raise ValueError(
-            f"config must be a preset ({', '.join(PRESETS)}), its name on the Hub, a folder with a "
-            f"config.json or such a file, got {name!r}"
-        )
+    file = _config_file(name)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -103,6 +96,26 @@ def _read_config(name: str) -> Any:
     except Exception as error:  # whatever the family's own checks raise
         reason = textwrap.shorten(str(error), 200) or type(error).__name__
         raise ValueError(f"config {name} could not be read: {reason}") from error
+
+
+def _config_file(name: str) -> Path:
+    """Return the ``config.json`` that a name stands for: a folder's, a file, or a cached one."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"config folder {name} must hold a config.json, got none")
+        return path / "config.json"
+    cached = cached_config(name) if is_hub_name(name) else None
+    if cached is None:
+        remedy = f"; if the Hub has it, get it with: hf download {name} config.json"
+        raise ValueError(
+            f"config must be a preset ({', '.join(PRESETS)}), its name on the Hub, a folder with a "
+            "config.json, such a file, or a name that the local cache of the Hub holds, got "
+            f"{name!r}{remedy if is_hub_name(name) else ''}"
+        )
+    return cached
 
 
 def _size(config: Any, name: str, attribute: str) -> int:

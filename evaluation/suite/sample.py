@@ -46,7 +46,7 @@ class Document:
     """A task's document: the prompt that is given to the model, and its id.
 
     Args:
-        id: Which of the task's documents it is, from 0.
+        id: Which of the task's documents it is, from 0, for its runner.
         prompt: All that the model reads.
         references: Answers that count as right.
         depth: Where in the prompt the needle lies, as a fraction of its length; None where there is
@@ -119,7 +119,7 @@ class Sample:
         cell: What it counts to.
         policy: The policy's name.
         rate: Its retention rate, if it has one.
-        document: The document's id.
+        document: The document's number among those of its task and length, from 0.
         prompt_digest: See `Document.digest`.
         references: See `Document`.
         depth: See `Document`.
@@ -136,13 +136,15 @@ class Sample:
     answer: Answer
 
     @classmethod
-    def of(cls, cell: Cell, method: Method, document: Document, answer: Answer) -> Sample:
-        """Make a sample from a cell's document and its answer."""
+    def of(
+        cls, cell: Cell, method: Method, number: int, document: Document, answer: Answer
+    ) -> Sample:
+        """Make a sample from a cell's document, by its number, and its answer."""
         return cls(
             cell,
             method.policy,
             method.rate,
-            document.id,
+            number,
             document.digest,
             document.references,
             document.depth,

@@ -19,15 +19,9 @@ from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import Loaded, load, load_tokenizer
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.results import check_folder, check_threads, default_threads, environment
+from kvpolicy.evaluation.suite.description import Description
 from kvpolicy.evaluation.suite.filling import expected_samples, fill
-from kvpolicy.evaluation.suite.folder import (
-    SAMPLES,
-    SETTINGS,
-    Description,
-    Results,
-    check_same,
-    opened,
-)
+from kvpolicy.evaluation.suite.folder import SAMPLES, SETTINGS, Results, check_same, opened
 from kvpolicy.evaluation.suite.folder import load as load_results
 from kvpolicy.evaluation.suite.runner import Listener, Runner
 from kvpolicy.evaluation.suite.sample import FULL_CONTEXT, Method
@@ -82,14 +76,15 @@ def run(
     progress: Progress = silent,
     listener: Listener | None = None,
 ) -> Results:
-    """Evaluate every policy on every task, length and question; continue an unfinished folder.
+    """Evaluate every policy on every task, length and question; go on with a folder, or extend it.
 
-    Full context is always asked, once for each task, length and question. Sets the number of
-    torch's threads.
+    Full context is always asked, once for each task, length and question. What is in the folder
+    stays, and is not asked again. Sets the number of torch's threads.
 
     Args:
         settings: What to ask.
-        out: The folder of results, new or of the same settings.
+        out: The folder of results: new, or one of the same model, machine and versions, to which
+            other policies, tasks, lengths, questions and more samples are added.
         policies: Names of registered policies, at all of ``rates``.
         rates: KV retention rates.
         chosen: The policies themselves, in place of names and rates.
@@ -98,10 +93,10 @@ def run(
         listener: Told of every finished cell.
 
     Returns:
-        The folder's results, all of them finished.
+        All results of the folder; what was asked for is finished.
 
     Raises:
-        ValueError: What is asked for cannot be done, or ``out`` is of other settings.
+        ValueError: What is asked for cannot be done, or ``out`` is of something else.
         MissingExtraError: The harness is not installed.
 
     Example:

@@ -51,7 +51,7 @@ class Figure:
         cell: The cell.
         method: What was asked under.
         done: Finished samples.
-        expected: Samples that the cell has when it is finished.
+        expected: Samples that the cell has when it is finished; 0 if it was not asked for.
         scores: Mean score by metric, in percent, first the one that counts; empty unless finished.
         differences: To full context by metric, in percentage points; empty unless both are
             finished, and for full context itself.
@@ -68,8 +68,8 @@ class Figure:
 
     @property
     def finished(self) -> bool:
-        """True if all of the cell's samples are finished."""
-        return self.done == self.expected
+        """True if all of the cell's samples are finished; False if none was asked for."""
+        return self.done == self.expected > 0
 
     @property
     def score(self) -> float | None:
@@ -131,12 +131,37 @@ class Summary:
         return sorted(found, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1] != "with"))
 
     def under(self, length: int | None, question: str) -> dict[str, list[Figure]]:
-        """Return each method's results at a prompt length and question, one per task."""
+        """Return each method's results at a prompt length and question, one per task.
+
+        A task that was not asked under a method has a figure of no samples there.
+        """
+        here = [
+            figure
+            for cell, figure in self.figures.items()
+            if (cell.length, cell.question) == (length, question)
+        ]
+        methods = {figure.cell.method: figure.method for figure in here}
+        tasks = dict.fromkeys(figure.cell.task for figure in here)
         found: dict[str, list[Figure]] = {}
-        for cell, figure in self.figures.items():
-            if (cell.length, cell.question) == (length, question):
-                found.setdefault(cell.method, []).append(figure)
+        for label in (each for each in self.methods if each in methods):
+            cells = [Cell(task, length, question, label) for task in tasks]
+            found[label] = [
+                self.figures.get(cell) or Figure(cell, methods[label], 0, 0, {}, {}, None)
+                for cell in cells
+            ]
         return found
+
+    @property
+    def uneven(self) -> dict[tuple[str, int | None, str], list[Figure]]:
+        """The results of each task, length and question whose methods have unlike sample counts."""
+        groups: dict[tuple[str, int | None, str], list[Figure]] = {}
+        for cell, figure in self.figures.items():
+            groups.setdefault((cell.task, cell.length, cell.question), []).append(figure)
+        return {
+            place: group
+            for place, group in groups.items()
+            if len({figure.expected for figure in group}) > 1
+        }
 
 
 def mean_score(figures: Sequence[Figure]) -> float | None:
@@ -162,7 +187,8 @@ def _figure(
     largest: Mapping[tuple[str, str], float],
 ) -> Figure:
     description = results.description
-    own, full = samples[cell], samples[cell.baseline]
+    own = samples[cell]
+    full = {sample.document: sample for sample in samples.get(cell.baseline, ())}
     expected = description.expected[cell]
     method = description.methods[cell.method]
     if len(own) < expected:
@@ -172,8 +198,8 @@ def _figure(
         one = largest[cell.task, metric] / 100
         points = [sample.answer.scores[metric] / one for sample in own]
         scores[metric] = fmean(points)
-        if cell.method != FULL_CONTEXT and len(full) == expected:
-            baseline = [sample.answer.scores[metric] / one for sample in full]
+        if cell.method != FULL_CONTEXT and all(sample.document in full for sample in own):
+            baseline = [full[sample.document].answer.scores[metric] / one for sample in own]
             differences[metric] = paired_difference(points, baseline, scale=100.0)
     return Figure(cell, method, len(own), expected, scores, differences, Cost.of(own))
 

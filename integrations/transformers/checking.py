@@ -76,8 +76,9 @@ class ModelCheck:
         placed.check_model(self.parts.num_layers)
         try:
             self.parts.check_queries(placed)
-            self.verdict.check(policy, self.parts.num_layers)
+            # What holds of this policy says more than what the self-check met with one of its own.
             self.parts.check_policy(placed, context_len)
+            self.verdict.check(policy, self.parts.num_layers)
         except UnsupportedModelError as error:
             return str(error)
         return None

@@ -19,7 +19,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(model_names, "_downloaded", lambda name: name == "models/seen")
+    monkeypatch.setattr(
+        model_names, "cached_config", lambda name: Path("seen") if name == "models/seen" else None
+    )
 
 
 @pytest.mark.parametrize("name", ["needle", "gpt2", "owner/model", "models/one", "models/seen"])

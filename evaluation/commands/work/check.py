@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import textwrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich import box
@@ -14,6 +13,9 @@ from rich.table import Table
 from kvpolicy.evaluation.commands.check import CheckOptions
 from kvpolicy.evaluation.commands.work.terminal import load_shown
 from kvpolicy.registry import build, registered
+
+if TYPE_CHECKING:
+    from kvpolicy.integrations.transformers.checking import ModelCheck
 
 _WIDTH = 80
 
@@ -27,7 +29,7 @@ def run_check(options: CheckOptions) -> None:
     console = Console(highlight=False, markup=False, width=_WIDTH)
     console.print(f"{found.name} ({found.model_type})", style="bold")
     for kind, count in found.kind_counts.items():
-        console.print(f"  {count} layers of {kind}")
+        console.print(f"  {count} layer{'s' * (count != 1)} of {kind}")
     for name, finding in found.findings.items():
         said = f"off by {finding.error:.1e}, where what is not seen is worth {finding.effect:.1e}"
         console.print(f"  self-check, {name}: {said if finding.reason is None else 'failed'}")
@@ -40,19 +42,49 @@ def run_check(options: CheckOptions) -> None:
         raise typer.Exit(1)
 
 
-def _table(found: Any, context: int) -> Table:
+def _table(found: ModelCheck, context: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=f"at {context:,} tokens", title_justify="left")
     table.add_column("policy", no_wrap=True)
     table.add_column("can be applied")
     for name in registered("policy"):
-        try:
-            reason = found.refusal_of(build(name), context)
-        except (TypeError, ValueError) as error:  # one of another package may need arguments
-            reason = str(error)
-        table.add_row(name, "yes" if reason is None else "no: " + _sentence(reason))
+        reason = refusal(found, name, context)
+        table.add_row(name, "yes" if reason is None else f"no: {reason}")
     return table
 
 
-def _sentence(reason: str) -> str:
-    """Return a reason with classes named, not as Python writes their objects: without ``()``."""
-    return textwrap.shorten(re.sub(r"\b(\w+)\(\)", r"\1", reason), 300)
+def refusal(found: ModelCheck, name: str, context: int) -> str | None:
+    """Return in a sentence why a registered policy cannot be used; None if it can.
+
+    Errors write policies and their parts as Python does. Here they are the name that is registered.
+
+    Args:
+        found: What is known of the model.
+        name: The policy's.
+        context: Tokens of the context.
+    """
+    policy: Any = None
+    try:
+        policy = build(name)
+        reason = found.refusal_of(policy, context)
+    except (TypeError, ValueError) as error:  # one of another package may need arguments
+        reason = str(error)
+    if reason is None:
+        return None
+    said = re.sub(r"\[(\d+(?:, \d+)*)\]", r"\1", _without_arguments(reason))
+    if policy is not None:
+        for part in (policy, policy.scorer, policy.selector, policy.propagation):
+            said = re.sub(rf"\b{type(part).__name__}\b", name, said)
+    return " ".join(said.split())
+
+
+def _without_arguments(text: str) -> str:
+    """Cut what stands in parentheses directly behind the name of a class."""
+    written, depth = "", 0
+    for character in text:
+        if character == "(" and (depth or re.search(r"\b[A-Z]\w*$", written)):
+            depth += 1
+        if not depth:
+            written += character
+        if character == ")" and depth:
+            depth -= 1
+    return written

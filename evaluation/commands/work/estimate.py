@@ -20,6 +20,7 @@ from kvpolicy.evaluation.commands.work.estimate_memory import (
     memory_notes,
     memory_table,
     memory_warnings,
+    weights_of,
 )
 from kvpolicy.evaluation.commands.work.terminal import plain_console, progress_bar
 from kvpolicy.evaluation.comparison.chosen import COMPOSITION, chosen_variants
@@ -58,10 +59,11 @@ def run_estimate(options: EstimateOptions) -> None:
     chosen = chosen_variants(unbounded, PAPER_RATES)
     shape = load_shape(config)
     found = [count(each.policy, shape, context, dtype=dtype) for each in chosen]
-    # Before anything is printed: it says whether the model can be run without numbers.
+    # Before anything is printed: whether the model can be run without numbers, and its weights.
     model = None
     if asked is not None:
         model = ModelMemory(load_config(config), config, dtype, asked.attention)
+        weights_of(asked, model)
     notes = notes_of(shape, context, [_placed(each, shape) for each in chosen])
     console = Console(highlight=False, markup=False)
     console.print(headline(shape, context, options.dtype), style="dim", soft_wrap=True)

@@ -15,6 +15,7 @@ from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.cost.activations import ModelMemory
 from kvpolicy.evaluation.cost.estimate import Estimate
 from kvpolicy.evaluation.cost.model_shape import ModelShape
+from kvpolicy.evaluation.cost.released import Weights
 from kvpolicy.evaluation.cost.session import Session, session_of
 from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.evaluation.progress import Progress
@@ -45,21 +46,24 @@ class MemoryFound:
 
     Args:
         asked: What was asked.
-        weights: Bytes of the model.
+        weights: Those of the model.
         attention: How it attends.
+        dtype: Of what is not quantised.
         rows: See `MemoryRow`.
     """
 
     asked: MemoryAsked
-    weights: int
+    weights: Weights
     attention: str
+    dtype: str
     rows: tuple[MemoryRow, ...]
 
     def as_data(self) -> dict[str, Any]:
         """Return the memory estimate as a dict for JSON."""
         return {
             **attrs.asdict(self.asked),
-            "weights": self.weights,
+            "weights": self.weights.bytes,
+            "quantised_by": self.weights.method,
             "attention": self.attention,
             "rows": [self._row(each) for each in self.rows],
         }
@@ -75,7 +79,7 @@ class MemoryFound:
         }
         numbers = {f"{name}_bytes": size for name, size in attrs.asdict(session).items()}
         peak = {"peak_bytes": session.peak, "peak_when": session.peak_when}
-        fit = session.count_in(self.asked.memory, self.weights)
+        fit = session.count_in(self.asked.memory, self.weights.bytes)
         return {**found, "session": {**numbers, **peak}, "sessions": fit}
 
 
@@ -102,8 +106,17 @@ def find_memory(
                     each.policy, shape, model, cost.context_len, asked.answer, chunk=chunk
                 )
                 rows.append(MemoryRow(each, chunk, bound, session))
-    weights = model.weight_bytes if asked.weights is None else asked.weights
-    return MemoryFound(asked, weights, model.attention, tuple(rows))
+    dtype = str(model.dtype).removeprefix("torch.")
+    return MemoryFound(asked, weights_of(asked, model), model.attention, dtype, tuple(rows))
+
+
+def weights_of(asked: MemoryAsked, model: ModelMemory) -> Weights:
+    """Return the weights' bytes that were given, or those of the model as it was released.
+
+    Raises:
+        ValueError: None were given, and the model's configuration does not say what they take.
+    """
+    return model.weights if asked.weights is None else Weights(asked.weights)
 
 
 def _answering(
@@ -129,8 +142,8 @@ def _kept(variant: Variant, cost: Estimate) -> int:
 
 def memory_table(found: MemoryFound) -> Table:
     """Return a table of the memory that a prompt and its answer take, several rows per policy."""
-    sizes = [each.session.peak for each in found.rows]
-    unit, unit_bytes = byte_unit(max(sizes))
+    # By what is held: a peak of whole attention scores would make all else 0.00.
+    unit, unit_bytes = byte_unit(max(each.session.held for each in found.rows))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("policy", overflow="fold")
     for header in (
@@ -158,7 +171,7 @@ def memory_table(found: MemoryFound) -> Table:
         cells += ["whole" if row.chunk is None else "chunks"]
         cells += ["all" if row.bound is None else f"{row.bound:,}"]
         session = row.session
-        fit = session.count_in(found.asked.memory, found.weights)
+        fit = session.count_in(found.asked.memory, found.weights.bytes)
         sizes_of = map(size, (session.kept, session.held, session.peak))
         cells += [*sizes_of, session.peak_when, f"{fit:,}"]
         table.add_row(*cells)
@@ -169,7 +182,7 @@ def memory_headline(found: MemoryFound) -> str:
     """Return a line with the memory, weights, attention and answer length of the estimate."""
     asked = found.asked
     return (
-        f"memory {_text(asked.memory)}, weights {_text(found.weights)}, attention "
+        f"memory {_text(asked.memory)}, weights {_text(found.weights.bytes)}, attention "
         f"{found.attention}, answers of {asked.answer:,} tokens"
     )
 
@@ -189,6 +202,15 @@ def memory_notes(found: MemoryFound) -> list[str]:
         "In chunks all layers that see the whole prompt hold it until its end,",
         "whatever the policy keeps: activations shrink, keys do not.",
     ]
+    weights = found.weights
+    if weights.method is not None:
+        bits = 8 * weights.quantised_bytes / weights.quantised
+        notes.append(
+            f"weights: {100 * weights.quantised / weights.parameters:.1f}% of the parameters in "
+            f"{weights.method}, {bits:.2f} bits each with their scales, as the configuration "
+            f"says; the others in {found.dtype}. Copies that are unpacked to compute with are not "
+            "counted."
+        )
     staged = dict.fromkeys(
         each.variant.name
         for each in found.rows
@@ -204,10 +226,10 @@ def memory_notes(found: MemoryFound) -> list[str]:
 
 def memory_warnings(found: MemoryFound) -> list[str]:
     """Return a warning if the weights alone exceed the memory, else nothing."""
-    if found.weights <= found.asked.memory:
+    if found.weights.bytes <= found.asked.memory:
         return []
     return [
-        f"The weights alone, {_text(found.weights)}, do not fit {_text(found.asked.memory)}: "
+        f"The weights alone, {_text(found.weights.bytes)}, do not fit {_text(found.asked.memory)}: "
         "no session does."
     ]
 

@@ -39,12 +39,14 @@ class Place:
     Args:
         title: Its name.
         methods: Those that are finished.
-        missing: Names of the others.
+        missing: Names of those that are not.
+        partial: Names of those that were not asked all tasks.
     """
 
     title: str
     methods: Sequence[Method]
     missing: Sequence[str]
+    partial: Sequence[str] = ()
 
     @property
     def full(self) -> Cost | None:
@@ -136,14 +138,16 @@ def places(summary: Summary) -> list[Place]:
     numbers = series(summary)
     found = []
     for length, question in summary.places:
-        methods, missing = [], []
+        methods, missing, partial = [], [], []
         for name, figures in summary.under(length, question).items():
             score, cost = mean_score(figures), mean_cost(figures)
-            if score is None or cost is None:
+            if not all(figure.expected for figure in figures):
+                partial.append(name)
+            elif score is None or cost is None:
                 missing.append(name)
             else:
                 methods.append(Method(name, numbers[figures[0].method.policy], score, cost))
-        found.append(Place(words.place(length, question), methods, missing))
+        found.append(Place(words.place(length, question), methods, missing, partial))
     return found
 
 

@@ -1,8 +1,12 @@
-"""Write the report as a Markdown table with a row for each cell."""
+"""Write the report in Markdown: where it was run, and a table with a row for each cell."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvpolicy.evaluation.suite.folder import Results
+from kvpolicy.evaluation.suite.joining import differences
+from kvpolicy.evaluation.suite.report.origin import facts_of, sources_of
 from kvpolicy.evaluation.suite.report.words import duration, memory, spread, unfinished
 from kvpolicy.evaluation.suite.summary import Figure, Summary
 
@@ -22,10 +26,25 @@ HEADER = (
 
 
 def markdown(results: Results) -> str:
-    """Return a Markdown table of all cells' results; unfinished ones show their progress."""
-    rows = [HEADER, tuple("---" if column < 4 else "---:" for column in range(len(HEADER)))]
-    rows += [_row(figure) for figure in Summary.of(results).figures.values()]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    """Return the machine and the versions, and a table of all cells' results.
+
+    Unfinished cells show their progress.
+    """
+    sources = sources_of(results)
+    facts = [(fact.name, *fact.values) for fact in facts_of(sources)]
+    parts = [_table(facts[0], facts[1:], left=len(sources) + 1)]
+    unlike = differences(sources)
+    if unlike:
+        parts.append("".join(f"- {each}\n" for each in ["The folders differ:", *unlike])[2:])
+    rows = [_row(figure) for figure in Summary.of(results).figures.values()]
+    return "\n".join([*parts, _table(HEADER, rows, left=4)])
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, left: int) -> str:
+    """Return a Markdown table whose first columns are aligned left, and the others right."""
+    line = tuple("---" if column < left else "---:" for column in range(len(header)))
+    written = ((cell.replace("|", "\\|") for cell in row) for row in (header, line, *rows))
+    return "".join(f"| {' | '.join(row)} |\n" for row in written)
 
 
 def _row(figure: Figure) -> tuple[str, ...]:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpolicy.evaluation.suite.folder import Results
+from kvpolicy.evaluation.suite.joining import differences
 from kvpolicy.evaluation.suite.report import charts, words
+from kvpolicy.evaluation.suite.report.origin import facts_of, sources_of
 from kvpolicy.evaluation.suite.summary import Summary, mean_score
 
 if TYPE_CHECKING:
@@ -36,7 +38,10 @@ def templates() -> Environment:
 def page(results: Results) -> str:
     """Render the HTML report page for a folder of results."""
     summary, description = Summary.of(results), results.description
-    machine = description.environment.get("machine", {})
+    sources = sources_of(results)
+    facts = {"settings": description.settings, **description.environment}
+    if len(sources) > 1:
+        facts = {f"settings of {each.folder}": each.description.settings for each in sources}
     methods = {label: method.parameters for label, method in description.methods.items()}
     text = (
         templates()
@@ -46,8 +51,10 @@ def page(results: Results) -> str:
             figures=summary.figures.values(),
             model=description.settings.get("model", "model"),
             samples=len(results.samples),
-            machine=machine.get("gpu", machine.get("processor", "unknown machine")),
-            facts={"settings": description.settings, **description.environment, "methods": methods},
+            sources=sources,
+            origin=facts_of(sources),
+            unlike=differences(sources),
+            facts={**facts, "methods": methods},
             open_parts=OPEN_PARTS,
         )
     )

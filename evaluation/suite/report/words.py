@@ -48,6 +48,8 @@ def percents(metrics: Sequence[str]) -> list[str]:
 
 def unfinished(figure: Figure) -> str:
     """Return text on how many of an unfinished cell's samples are done."""
+    if not figure.expected:
+        return "not asked"
     return f"{figure.done} of {figure.expected}" if figure.done else "not begun"
 
 

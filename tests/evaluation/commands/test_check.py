@@ -1,9 +1,15 @@
+import re
 from pathlib import Path
 
 import pytest
 
+from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.evaluation.cli import main
+from kvpolicy.evaluation.commands.work.check import refusal
 from kvpolicy.evaluation.needle import load_tokenizer
+from kvpolicy.integrations.transformers.checking import ModelCheck
+from kvpolicy.integrations.transformers.model.check import Finding, ModelQuirks, Verdict
+from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.registry import registered
 from tests.integrations.model.builds.catalogue import builds
 
@@ -58,8 +64,8 @@ def test_reasons_name_classes_in_sentences(
 ) -> None:
     assert main(["check", saved("gptj", tmp_path)]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "no: AdaKV cannot be applied to GPTJForCausalLM, whose attention" in out
-    assert "()" not in out
+    assert "no: ada_kv cannot be applied to GPTJForCausalLM, whose attention" in out
+    assert not re.search(r"\w\(", out)
 
 
 def test_attention_that_shows_no_queries(
@@ -78,3 +84,100 @@ def test_attention_that_shows_no_queries(
         "cur_dkv",
         "random",
     }
+
+
+def checked(name: str, finding: Finding | None = None, **quirks: bool) -> ModelCheck:
+    """What is found of a tiny model, as if its self-check had found this."""
+    model = builds()[name].model()
+    try:
+        parts = ModelParts(model)
+    except UnsupportedModelError as error:
+        return ModelCheck(type(model).__name__, name, (), str(error), None, None)
+    verdict = Verdict(False, Finding(), finding or Finding(), ModelQuirks(**quirks))
+    return ModelCheck(type(model).__name__, name, (), None, verdict, parts)
+
+
+# A model for each kind of reason, and what it says of one policy at a context of 4,096 tokens.
+SAID = {
+    "afmoe": (
+        "gem_filter",
+        "context must fit the sliding window of every layer where gem_filter restarts the prefill "
+        "at new positions, 16 tokens, got 4096",
+    ),
+    "ministral": (
+        "lazy_llm",
+        "layers after which lazy_llm drops tokens must see the whole context, but the sliding "
+        "window of layers 0, 1, 2 sees 16 of 4096 tokens; layers that see all: none",
+    ),
+    "longcat_flash": (
+        "slim_infer",
+        "slim_infer cannot be applied to LongcatFlashForCausalLM, whose layers attend several "
+        "times each: no token can leave the prompt between two of these times; use a policy that "
+        "drops no tokens",
+    ),
+    "nemotron_h": ("pyramid_infer", "layers after which pyramid_infer drops tokens must attend"),
+    "hy_v4": ("pyramid_infer", "must not lend the slots that an indexer has picked"),
+    "gemma3n_text": ("slim_infer", "stages must each act after a layer of its own"),
+    "codegen": (
+        "fastkv",
+        "fastkv cannot be applied to CodeGenForCausalLM, whose attention does not go through "
+        "Transformers' AttentionInterface and shows no queries: it looks at queries; use a policy "
+        "without, such as StreamingLLM, KeyNorm or KeyDiff",
+    ),
+    "bloom": ("snapkv", "scores of attention must not depend on the columns in which keys stand"),
+    "big_bird": ("snapkv", "a layer with an attention function of its own must see the whole"),
+    "deepseek_v4": ("snapkv", "holds its tokens compressed, several to an entry"),
+    "falcon_mamba": ("snapkv", "some layer must hold keys and values, but all of them hold a"),
+    "hrm_text": ("snapkv", "model must run each of its layers once for a token"),
+    "openai-gpt": ("snapkv", "model must take past_key_values"),
+    "recurrent_gemma": ("snapkv", "every recurrent layer must hold its state in the cache"),
+    "unlimited_ocr": ("snapkv", "every layer must see the tokens of an answer as it sees those"),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_every_reason_is_a_sentence(name: str) -> None:
+    """Whole, and with the names that are in the table, not what Python writes of objects."""
+    found = checked(name)
+    reasons = {each: refusal(found, each, 4096) for each in registered("policy")}
+    policy, said = SAID[name]
+    assert said in str(reasons[policy])
+    written = [each for each in reasons.values() if each is not None]
+    assert written
+    for each in written:
+        assert not re.search(r"\w\(|\w=|\[\d|\[\.\.\.\]|<", each), each
+
+
+def test_reasons_are_of_the_policy_and_not_of_the_self_checks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", saved("ministral", tmp_path), "--context", "4096"]) == 0
+    out = capsys.readouterr().out
+    reasons = {name: each for name, each in rows_of(out).items() if each.startswith("no:")}
+    assert {"fastkv", "claa", "lazy_llm"} <= set(reasons)
+    joined = " ".join(out.split())
+    assert "no: layers after which claa drops tokens must see the whole context" in joined
+    assert "sees 16 of 4096 tokens" in joined
+    assert "Propagation" not in out
+    assert "cannot be applied to this model" not in joined
+
+
+def test_what_the_self_check_finds_is_a_sentence() -> None:
+    wrong = Finding(0.5, 1.0, "its self-check found wrong logits where a policy drops tokens")
+    found = checked("llama", wrong)
+    assert refusal(found, "snapkv", 4096) is None
+    assert refusal(found, "fastkv", 4096) == (
+        "fastkv cannot be applied to this model: its self-check found wrong logits where a policy "
+        "drops tokens"
+    )
+    columns = refusal(checked("llama", pads=False), "gem_filter", 4096)
+    assert str(columns).startswith("gem_filter cannot be applied to this model: it restarts the")
+
+
+def test_a_policy_that_cannot_be_built_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def needing(name: str) -> None:
+        raise TypeError("Own.__init__() missing 1 required argument: 'size'")
+
+    monkeypatch.setattr("kvpolicy.evaluation.commands.work.check.build", needing)
+    said = "Own.__init__() missing 1 required argument: 'size'"
+    assert refusal(checked("llama"), "own", 4096) == said

@@ -61,6 +61,19 @@ def test_weights_that_do_not_fit_are_said_plainly(run: Run) -> None:
     assert "512" in shown
 
 
+def test_a_peak_of_whole_scores_leaves_the_other_sizes_readable(run: Run) -> None:
+    """gpt-oss attends eagerly: at 65,536 tokens its scores take over a thousand times the cache."""
+    asked = ("--config", "gpt-oss-20b", "--context", 65536, "-p", "full_context")
+    _, shown, _ = run(*asked, "--memory", "24GB")
+    assert "memory 24 GB, weights 13.76 GB, attention eager" in shown
+    row = next(line for line in shown.splitlines() if "whole     all" in line)
+    kept, held, peak = (float(each) for each in row.split()[4:7])
+    assert kept == pytest.approx(12 * (65536 + 127) * 2 * 8 * 64 * 2 / 1e9, abs=0.01)
+    assert held >= kept
+    assert peak > 1000
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 def test_every_policy_has_its_rows(run: Run, tmp_path: Path) -> None:
     """Also where a policy has no rule to bound an answer by, and where a selector is in another."""
     LlamaConfig(num_hidden_layers=4, hidden_size=64, vocab_size=64).save_pretrained(tmp_path)

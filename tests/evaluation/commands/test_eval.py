@@ -17,6 +17,7 @@ from kvpolicy.evaluation.suite import Settings, Summary, load, run
 from kvpolicy.evaluation.suite.harness import HarnessRunner
 from kvpolicy.evaluation.suite.sample import Answer, Cell, Document
 from tests.evaluation.suite.tasks import TASKS
+from tests.evaluation.suite.test_report import cells_of
 
 Run = Callable[..., tuple[int, str, str]]
 ASKED = ("--tasks", "needle_one_hop", "--lengths", "128,192", "-p", "snapkv", "--limit", 2)
@@ -110,7 +111,7 @@ def test_from_a_command_line_to_a_page(command: Run, tmp_path: Path) -> None:
     assert (status, err) == (0, "")
     assert said == f"written: {out / 'report.html'}, {out / 'report.md'}\n"
     figures = Summary.of(results).figures
-    rows = (out / "report.md").read_text().splitlines()[2:]
+    rows = cells_of(out / "report.md")[2:]
     for row, (cell, figure) in zip(rows, figures.items(), strict=True):
         cells = [each.strip() for each in row.split("|")[1:-1]]
         assert cells[:5] == [
@@ -154,15 +155,81 @@ def test_goes_on_after_it_was_stopped(
 def test_a_folder_of_other_settings(command: Run, tmp_path: Path) -> None:
     assert command("eval", *ASKED, "--out", tmp_path, "--threads", 1)[0] == 0
     before = {each.name: each.read_bytes() for each in tmp_path.iterdir() if each.is_file()}
-    other = ("eval", *ASKED, "--limit", 1, "--rate", 0.2, "--out", tmp_path)
+    other = ("--batch-size", 2, "--threads", 2, "--set", "window_size=4", "-p", "fastkv")
     fails(
-        command(*other),
+        command("eval", *ASKED, *other, "--out", tmp_path),
         "out must be a new folder, or one of the same settings",
-        "limit was 2, got 1",
-        "method snapkv 0.1 was",
-        "method snapkv 0.2 was not given",
+        "batch_size was 1, got 2",
+        "threads was 1, got 2",
+        "method snapkv 0.1 was SnapKV",
     )
     assert before == {each.name: each.read_bytes() for each in tmp_path.iterdir() if each.is_file()}
+
+
+def evaluated(command: Run, out: Path, asked: dict[str, object]) -> list[dict[str, Any]]:
+    """The samples that the command writes, without their times."""
+    arguments = [each for pair in asked.items() for each in pair]
+    status, _, err = command("eval", *arguments, "--threads", 1, "--out", out)
+    assert (status, err) == (0, "")
+    rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    return [{key: it for key, it in row.items() if "seconds" not in key} for row in rows]
+
+
+FIRST: dict[str, object] = {
+    "--tasks": "needle_one_hop",
+    "--lengths": "128",
+    "-p": "snapkv",
+    "--limit": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "more", "both"),
+    [
+        ("-p", "fastkv", "snapkv,fastkv"),
+        ("--tasks", "needle_two_hop", "needle_one_hop,needle_two_hop"),
+        ("--lengths", "192", "128,192"),
+        ("--limit", 2, 2),
+    ],
+)
+def test_a_folder_is_extended(
+    command: Run, tmp_path: Path, option: str, more: object, both: object
+) -> None:
+    first = evaluated(command, tmp_path / "out", FIRST)
+    before = (tmp_path / "out" / "samples.jsonl").read_bytes()
+    found = evaluated(command, tmp_path / "out", FIRST | {option: more})
+    assert (tmp_path / "out" / "samples.jsonl").read_bytes().startswith(before)
+    assert len(first) < len(found)
+    once = evaluated(command, tmp_path / "once", FIRST | {option: both})
+    assert sorted(found, key=str) == sorted(once, key=str)
+    settings = [json.loads((tmp_path / it / "settings.json").read_text()) for it in ("out", "once")]
+    assert settings[0] == settings[1]
+
+
+def test_a_report_of_two_folders(
+    command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for policy, name in (("snapkv", "a"), ("fastkv", "b")):
+        evaluated(command, Path(name), FIRST | {"-p": policy})
+    settings = Path("b/settings.json")
+    written = json.loads(settings.read_text())
+    written["versions"]["torch"] = "1.0"
+    settings.write_text(json.dumps(written))
+    status, said, err = command("report", "a", "b")
+    assert (status, err) == (0, "")
+    differs, files = said.splitlines()
+    assert re.fullmatch(r"differs: version of torch: .* in a, 1\.0 in b", differs)
+    assert files == "written: report.html, report.md"
+    table = Path("report.md").read_text()
+    assert table.startswith("| folder | a | b |\n")
+    for method in ("full_context", "snapkv 0.1", "fastkv 0.1"):
+        assert table.count(f"| {method} |") == 1
+    file = Path("b/samples.jsonl")
+    first, rest = file.read_text().split("\n", 1)
+    wrong = json.dumps(json.loads(first) | {"prediction": "other"})
+    file.write_text(f"{wrong}\n{rest}")
+    fails(command("report", "a", "b"), "must not contradict each other, got a and b", "'other'")
 
 
 @pytest.fixture

@@ -135,9 +135,9 @@ def test_weights_are_counted_as_they_are_held() -> None:
         model = model_of(family)
         tensors = {each.data_ptr(): each for each in (*model.parameters(), *model.buffers())}
         memory = ModelMemory(model.config, family, torch.float32)
-        assert memory.weight_bytes == sum(each.nbytes for each in tensors.values())
+        assert memory.weights.bytes == sum(each.nbytes for each in tensors.values())
     llama = ModelMemory(load_config("llama-3.1-8b"), "llama-3.1-8b")
-    assert llama.weight_bytes == pytest.approx(2 * 8.03e9, rel=1e-3)
+    assert llama.weights.bytes == pytest.approx(2 * 8.03e9, rel=1e-3)
 
 
 @pytest.mark.parametrize("policy", [FullContext(), SnapKV(0.1)], ids=str)

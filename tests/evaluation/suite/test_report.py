@@ -46,6 +46,12 @@ class Scores(HTMLParser):
             self._is_open = False
 
 
+def cells_of(table: Path) -> list[str]:
+    """The Markdown table of the cells, with its header; before it is where they come from."""
+    lines = table.read_text().splitlines()
+    return lines[next(at for at, line in enumerate(lines) if line.startswith("| task |")) :]
+
+
 def shown(page: Path) -> str:
     """The page as a browser has built it, or as it is written where there is none."""
     if BROWSER is None:
@@ -118,7 +124,7 @@ def test_what_is_unfinished_is_marked_and_not_counted(tmp_path: Path) -> None:
     assert "4 of 6" in parsed.open
     assert "4 of 6 samples: no numbers yet" in parsed.open
     assert "unfinished: snapkv 0.1, snapkv 0.5, fastkv 0.1, fastkv 0.5" in parsed.open
-    rows = table.read_text().splitlines()
+    rows = cells_of(table)
     assert rows[2].startswith("| needle | 256 | with | full_context | 100.0 |")
     assert rows[3] == "| needle | 256 | with | snapkv 0.1 | unfinished |  |  |  |  |  | 4 of 6 |"
 
@@ -133,7 +139,7 @@ def test_a_folder_with_nothing_yet(tmp_path: Path) -> None:
 
 def test_markdown_by_hand(tmp_path: Path) -> None:
     _, table = write_report(filled(tmp_path), tmp_path / "report.html")
-    rows = table.read_text().splitlines()
+    rows = cells_of(table)
     assert len(rows) == 2 + 30
     assert rows[3] == (
         "| needle | 256 | with | snapkv 0.1 | 66.7 | \N{MINUS SIGN}33.3 [\N{MINUS SIGN}70.8, +20.8]"
