@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvpolicy.decoding import DecodingEviction
     from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
     from kvpolicy.kinds import TokenKind
+    from kvpolicy.layer_inputs import AttentionSettings, DecodingInputs, LayerInputs
     from kvpolicy.policy import CachePolicy
     from kvpolicy.registry import build, registered
     from kvpolicy.repetition import Repetition
@@ -31,6 +32,7 @@ else:
             "kvpolicy.decoding": ("DecodingEviction",),
             "kvpolicy.interfaces": ("KVSelector", "PropagationPolicy", "Scorer"),
             "kvpolicy.kinds": ("TokenKind",),
+            "kvpolicy.layer_inputs": ("AttentionSettings", "DecodingInputs", "LayerInputs"),
             "kvpolicy.policy": ("CachePolicy",),
             "kvpolicy.registry": ("build", "registered"),
             "kvpolicy.repetition": ("Repetition",),
@@ -41,13 +43,16 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionSettings",
     "Budget",
     "CachePolicy",
     "Decision",
     "DecodingEviction",
+    "DecodingInputs",
     "DefaultRate",
     "KVSelector",
     "LayerContext",
+    "LayerInputs",
     "PropagationPolicy",
     "Repetition",
     "RotaryEmbedding",

@@ -122,8 +122,8 @@ def _blocks(context: LayerContext) -> Iterator[tuple[slice, slice, Tensor]]:
 
 def _is_padded(context: LayerContext) -> bool:
     """True if any key or query may be padding; without padding, masking the weights is skipped."""
-    if context.held_len is not None:
-        return min(context.held_len) < context.key_len
+    if context._held_len is not None:
+        return min(context._held_len) < context.key_len
     # To ask waits for the device, which few queries' weights are too small for.
     few = context.query_len <= FEW_QUERIES
     return few or not bool(context.valid.all() & context.query_valid.all())
@@ -144,14 +144,15 @@ def _block_weights(
     context: LayerContext, heads: slice, keys: Tensor, valid: Tensor | None, shown: slice
 ) -> Tensor:
     """Compute causal attention weights of a block of queries over all keys up to its last query."""
-    queries = context.queries[:, heads, shown].float() * context.scaling
+    queries = context.queries[:, heads, shown].float() * context.attention.scaling
     count = queries.shape[2]
-    places = context.query_positions
+    places = context.decoding.query_positions
     first = context.key_len - context.query_len + shown.start
     seen = context.key_len if places is not None else first + count
     logits = query_key_products(queries, keys[:, :, :seen])
-    if context.softcap is not None:
-        logits.div_(context.softcap).tanh_().mul_(context.softcap)
+    softcap, sinks = context.attention.softcap, context.attention.sinks
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
     # The lowest number instead of -inf: a padded query that sees nothing stays finite.
     lowest = torch.finfo(torch.float32).min
     if places is not None:
@@ -164,10 +165,10 @@ def _block_weights(
         logits[..., first:].masked_fill_(future, lowest)
     if valid is not None:
         logits.masked_fill_(~valid[:, :, None, :seen], lowest)
-    if context.sinks is None:
+    if sinks is None:
         weights = logits.softmax(dim=-1)
     else:
-        sinks = context.sinks[heads].float()[None, :, None, None].expand(*logits.shape[:3], 1)
+        sinks = sinks[heads].float()[None, :, None, None].expand(*logits.shape[:3], 1)
         weights = torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]
     if valid is None:
         return weights

@@ -40,12 +40,12 @@ class Part:
 
     @property
     def needs_rotary(self) -> bool:
-        """True if this part reads the layer's rotary embedding, `LayerContext.rotary`."""
+        """True if this part reads the layer's rotary embedding, `LayerInputs.rotary`."""
         return False
 
     @property
     def needs_output_weight(self) -> bool:
-        """True if this part reads the attention output weights, `LayerContext.output_weight`."""
+        """True if this part reads the attention output weights, `LayerInputs.output_weight`."""
         return False
 
 
@@ -95,10 +95,10 @@ class Scorer(Part, abc.ABC):
     def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Return the saliency and the scorer's new state, for eviction while decoding.
 
-        Called once for every choice, the prompt's included: ``context.state`` is the state after
-        the previous choice, ``context.queries`` are the queries of all tokens since. Nothing is
-        evicted between two choices, so these queries have attended to all keys in the context, up
-        to their own positions.
+        Called once for every choice, the prompt's included: ``context.decoding.state`` is the
+        state after the previous choice, ``context.queries`` are the queries of all tokens since.
+        Nothing is evicted between two choices, so these queries have attended to all keys in the
+        context, up to their own positions.
 
         Args:
             context: The layer; nothing in it may be modified.
@@ -216,13 +216,13 @@ class KVSelector(Part, abc.ABC):
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """Return how many tokens each head keeps per row, if lengths alone tell; else None.
 
-        Use ``context.held_len``, budgets and other numbers: reading a tensor would wait for the
-        device at every layer of a prompt. When the forward ends, the counts are compared with what
-        `select` returned. A class that overrides `select` or `protected` has to override this
-        method as well; otherwise it is not called.
+        Use `kvpolicy.host_counts.held_counts`, budgets and other numbers: reading a tensor would
+        wait for the device at every layer of a prompt. When the forward ends, the counts are
+        compared with what `select` returned. A class that overrides `select` or `protected` has to
+        override this method as well; otherwise it is not called.
 
         Args:
-            context: The layer, whose ``held_len`` is known; nothing in it may be modified.
+            context: The layer, whose `held_counts` are known; nothing in it may be modified.
 
         Returns:
             For each row, a number of tokens; None where tensors decide.
@@ -251,9 +251,9 @@ class KVSelector(Part, abc.ABC):
 
         Args:
             saliencies: The saliency of each layer that has something to choose, as in `select`.
-            contexts: The same layers, see `LayerContext.outlined`. Layers may have different
-                numbers of heads and tokens; a row with nothing to choose at a layer has no valid
-                tokens there.
+            contexts: The same layers, with empty keys, values and queries. Layers may have
+                different numbers of heads and tokens; a row with nothing to choose at a layer has
+                no valid tokens there.
 
         Returns:
             For each layer, what `select` would return.
@@ -328,7 +328,7 @@ class PropagationPolicy(Part, abc.ABC):
             float ``[batch, new_len]``, the same in every process under tensor parallelism. Of two
             tokens that are not protected, the one with the higher score goes on first.
         """
-        return context.heads.mean(saliency[..., context.key_len - context.new_len :])
+        return context.layer.heads.mean(saliency[..., context.key_len - context.new_len :])
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """Return the indices of the layers after which tokens may be dropped.

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvpolicy.checks import as_tuple
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
+from kvpolicy.layer_inputs import DecodingInputs
 
 
 def _as_scorers(scorers: object) -> tuple[Any, ...]:
@@ -80,9 +81,10 @@ class _CombinedScorer(Scorer):
         end = 0
         for scorer in self.scorers:
             start, end = end, end + scorer.state_size
-            before = None if context.state is None else context.state[..., start:end]
-            shown = context.showing(scorer.num_queries)
-            yield scorer, attrs.evolve(shown, state=before if scorer.state_size else None)
+            shown = context._showing(scorer.num_queries)
+            state, places = shown.decoding.state, shown.decoding.query_positions
+            own = None if state is None or not scorer.state_size else state[..., start:end]
+            yield scorer, shown._shown(decoding=DecodingInputs(own, places))
 
 
 def _as_weights(weights: object) -> tuple[float, ...]:

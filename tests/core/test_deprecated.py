@@ -21,6 +21,7 @@ from kvpolicy import (
 from kvpolicy.decision import Decision
 from kvpolicy.declarations import declares
 from kvpolicy.description import describe, from_description
+from kvpolicy.layer_inputs import AttentionSettings, DecodingInputs
 from kvpolicy.policies import (
     H2O,
     AccumulatedAttentionScorer,
@@ -50,7 +51,7 @@ def layer(length: int = 5, **changes: Any) -> LayerContext:
         positions=torch.arange(length).expand(1, 2, -1),
         new_valid=torch.ones(1, length, dtype=torch.bool),
         seen_len=(length,),
-        scaling=1.0,
+        attention=AttentionSettings(1.0),
     )
     return attrs.evolve(context, **changes)
 
@@ -76,7 +77,7 @@ def test_the_call_of_update() -> None:
 
 def test_the_state_of_a_context() -> None:
     state = torch.ones(1, 2, 5, 1)
-    context = attrs.evolve(layer(), state=state)
+    context = attrs.evolve(layer(), decoding=DecodingInputs(state))
     with warning(r"LayerContext\.carried") as told:
         assert context.carried is state
     assert told[0].filename == __file__

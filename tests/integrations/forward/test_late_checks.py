@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvpolicy import CachePolicy, KVSelector, LayerContext, Scorer
 from kvpolicy.host_counts import known_counts
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     AdaptiveHeadSelector,
     GQAGroupSelector,
@@ -180,7 +181,7 @@ def context_of(held: int, seen: int) -> LayerContext:
         positions=torch.arange(seen - held, seen).expand(1, 1, held),
         new_valid=torch.ones(1, held, dtype=torch.bool),
         seen_len=(seen,),
-        scaling=1.0,
+        attention=AttentionSettings(1.0),
         held_len=(held,),
     )
 
