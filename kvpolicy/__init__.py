@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvpolicy.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvpolicy.budgets import Budget, DefaultRate
+    from kvpolicy.budgets import Budget
     from kvpolicy.context import LayerContext
     from kvpolicy.decision import Decision
     from kvpolicy.decoding import DecodingEviction
@@ -26,7 +26,7 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "kvpolicy.budgets": ("Budget", "DefaultRate"),
+            "kvpolicy.budgets": ("Budget",),
             "kvpolicy.context": ("LayerContext",),
             "kvpolicy.decision": ("Decision",),
             "kvpolicy.decoding": ("DecodingEviction",),
@@ -38,6 +38,7 @@ else:
             "kvpolicy.repetition": ("Repetition",),
             "kvpolicy.rotary": ("RotaryEmbedding",),
         },
+        old={"DefaultRate": "kvpolicy.budgets.DefaultRate"},
     )
 
 __version__ = "0.1.0"
@@ -49,7 +50,6 @@ __all__ = [
     "Decision",
     "DecodingEviction",
     "DecodingInputs",
-    "DefaultRate",
     "KVSelector",
     "LayerContext",
     "LayerInputs",

@@ -2,15 +2,16 @@
 
 Declares old names where they were: `Renamed` and `Moved` in a class body, `take_old_names` where
 subclasses define them, `accepts_old` for arguments of an attrs class, `accepts_grouped` for those
-that are in groups now, `old_names` for functions of a module.
+that are in groups now, `old_names` for names of a
+module.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -167,18 +168,23 @@ def _in_groups(
     return kept
 
 
-def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Make a module-level ``__getattr__`` that finds renamed functions by their old names.
+def old_names(
+    module: str, names: Mapping[str, str], *, stacklevel: int = 2
+) -> Callable[[str], Any]:
+    """Make a module-level ``__getattr__`` that finds renamed or moved names by their old names.
 
     Args:
         module: The module's ``__name__``.
-        names: The new name of each old one.
+        names: The new name of each old one, with its module if that is another one.
+        stacklevel: How many calls above the warning its reader is.
     """
 
     def find(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        _warn(f"{module}.{name}", f"{module}.{names[name]}", stacklevel=2)
-        return getattr(sys.modules[module], names[name])
+        home, _, new = names[name].rpartition(".")
+        home = home or module
+        _warn(f"{module}.{name}", f"{home}.{new}", stacklevel)
+        return getattr(import_module(home), new)
 
     return find

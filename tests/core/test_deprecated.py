@@ -1,6 +1,7 @@
 """Names that users know keep working for one version under their earlier form, and warn."""
 
 import copy
+import importlib
 import inspect
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kvpolicy
 from kvpolicy import (
     CachePolicy,
     DecodingEviction,
@@ -17,6 +19,7 @@ from kvpolicy import (
     host_counts,
     known,
     part_calls,
+    policies,
 )
 from kvpolicy.decision import Decision
 from kvpolicy.declarations import declares
@@ -66,6 +69,26 @@ def test_counts_under_their_earlier_module() -> None:
             assert getattr(known, name) is getattr(host_counts, name)
     with pytest.raises(AttributeError, match="nothing_such"):
         known.nothing_such  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "home"),
+    [
+        (kvpolicy, "DefaultRate", "kvpolicy.budgets"),
+        (policies, "Method", "kvpolicy.policies.methods.method"),
+        (policies, "EvictionMethod", "kvpolicy.policies.methods.eviction"),
+        (policies, "documented", "kvpolicy.policies.documentation"),
+    ],
+)
+def test_machinery_that_was_public(package: Any, name: str, home: str) -> None:
+    message = f"^{package.__name__}.{name} is deprecated, use {home}.{name}$"
+    with pytest.warns(DeprecationWarning, match=message) as told:
+        found = getattr(package, name)
+    assert told[0].filename == __file__
+    assert found is getattr(importlib.import_module(home), name)
+    assert name not in package.__all__
+    with pytest.raises(AttributeError, match="nothing_such"):
+        package.nothing_such  # noqa: B018
 
 
 def test_the_call_of_update() -> None:

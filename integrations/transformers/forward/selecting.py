@@ -174,7 +174,7 @@ class Select(AtEnd):
         if not borrows or self._kept is None:
             assert decision.kept is not None
             kept = decision.kept
-            if not at.policy.is_tested(at.policy.selector):
+            if not at.policy._is_tested(at.policy.selector):
                 # What the parts return is checked only later, and may be out of range.
                 said = decision.counts
                 full = said is not None and min(said) == kept.shape[2]
@@ -256,7 +256,7 @@ class Select(AtEnd):
         A query or key that is not a number makes what layers make of the last token none.
         """
         scorer, hidden = at.policy.scorer, at.last_hidden
-        if hidden is None or scorer is None or not at.policy.is_tested(scorer):
+        if hidden is None or scorer is None or not at.policy._is_tested(scorer):
             return
         self.checks.refuse(
             hidden.isnan(),

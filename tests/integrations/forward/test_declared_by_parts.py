@@ -101,7 +101,7 @@ def read_in_chunks(
         cache.start_turn(prompt_len=50)
         for start in (0, 20):
             model(PROMPT[:, start : start + 20], past_key_values=cache)
-        chunks = cache.reader.chunks
+        chunks = cache._reader.chunks
         assert chunks is not None
         logits = model(PROMPT[:, 40:], past_key_values=cache).logits
     return cache, logits, chunks.queries, chunks.carried

@@ -236,7 +236,7 @@ def test_only_as_many_as_asked_are_held_and_none_behind_the_forward() -> None:
     cache = PolicyCache(CachePolicy(scorer, GQAGroupSelector(0.3), PassAllPropagation()))
     with torch.no_grad(), cache.attached(model):
         model(torch.tensor([random_tokens(0, 50)]), past_key_values=cache)
-        assert cache.reader.run is None
+        assert cache._reader.run is None
     assert [len(context.layer.history) for context, _ in scorer.shown] == [0, 1, 2, 2, 2, 2]
 
 

@@ -213,5 +213,5 @@ def test_a_model_that_is_not_of_numbers_is_found(name: str) -> None:
     with pytest.raises(ValueError, match="score of WindowMaxPoolScorer.* look for NaN"):
         read(broken, cache, 1)
     assert cache.get_seq_length() == FIRST
-    assert policy.is_tested(policy.scorer)
-    assert not policy_of(scorer=NoNumber()).is_tested(NoNumber())
+    assert policy._is_tested(policy.scorer)
+    assert not policy_of(scorer=NoNumber())._is_tested(NoNumber())
