@@ -11,6 +11,14 @@ from torch import Tensor
 from kvpolicy.context import LayerContext
 from kvpolicy.heads import sum_of_heads
 
+__all__ = [
+    "causal_attention_peaks",
+    "causal_attention_sums",
+    "group_mean",
+    "query_key_products",
+    "standardized",
+]
+
 # Bytes of attention logits computed at a time: on a CPU what its caches hold, on a GPU what keeps
 # it busy. Scoring holds up to about four times as much: the logits, their softmax, a mask, and keys
 # converted to float32, of at least one KV head.

@@ -18,6 +18,8 @@ from kvpolicy.context import LayerContext
 from kvpolicy.declarations import still_holds
 from kvpolicy.interfaces import KVSelector
 
+__all__ = ["counts_under", "held_counts", "known_counts", "on_device", "protected_counts"]
+
 
 def known_counts(selector: KVSelector, context: LayerContext) -> tuple[int, ...] | None:
     """Return how many tokens per row a selector keeps; None if that is unknown before it selects.
