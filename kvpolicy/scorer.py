@@ -153,14 +153,9 @@ class _CombinedScorer(Scorer):
         return sum(scorer.state_size for scorer in self.scorers)
 
     @property
-    def needs_rotary(self) -> bool:
-        """True if any of the combined scorers needs the rotary embedding."""
-        return any(scorer.needs_rotary for scorer in self.scorers)
-
-    @property
-    def needs_output_weight(self) -> bool:
-        """True if any of the combined scorers reads the output weights."""
-        return any(scorer.needs_output_weight for scorer in self.scorers)
+    def inner_parts(self) -> tuple[Scorer, ...]:
+        """The combined scorers."""
+        return self.scorers
 
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""

@@ -1,16 +1,19 @@
 """What parts may ask for of a layer: who is shown it, and at which layers it is made."""
 
+from typing import Any
+
 import attrs
 import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy import CachePolicy, DecodingEviction, LayerContext, RotaryEmbedding
+from kvpolicy import CachePolicy, DecodingEviction, LayerContext, RotaryEmbedding, Scorer
 from kvpolicy.errors import ShapeError
 from kvpolicy.layer_inputs import AttentionSettings, LayerInputs
 from kvpolicy.policies import (
     GQAGroupSelector,
     KeepAllSelector,
+    KeyNormScorer,
     MaxScorer,
     PassAllPropagation,
     RestartPropagation,
@@ -336,3 +339,33 @@ def test_plain_rotary_both_ways() -> None:
     ]
     torch.testing.assert_close(turned.flatten(), torch.stack(expected))
     torch.testing.assert_close(rotary.turned_back(turned, torch.tensor([[[5]]])), states)
+
+
+@attrs.frozen
+class Doubled(Scorer):
+    """A scorer of a third party around another one, whose inputs it needs too."""
+
+    scorer: Scorer = attrs.field(factory=OutputScorer)
+    several: bool = True
+
+    @property
+    def inner_parts(self) -> Any:
+        return (self.scorer,) if self.several else self.scorer
+
+    def score(self, context: LayerContext) -> Tensor:
+        return 2 * self.scorer.score(context)
+
+
+def test_a_part_needs_what_the_parts_in_it_need() -> None:
+    asks = "history_layers", "needs_rotary", "needs_output_weight"
+    assert [getattr(Doubled(), name) for name in asks] == [0, False, True]
+    assert [getattr(Doubled(KeyNormScorer()), name) for name in asks] == [0, False, False]
+    assert Doubled(Doubled()).needs_output_weight
+    check_scorer(Doubled())
+
+
+def test_inner_parts_are_several() -> None:
+    with pytest.raises(TypeError, match="iterable"):
+        _ = Doubled(several=False).needs_rotary
+    with pytest.raises(AssertionError, match="inner_parts must return a tuple of parts"):
+        check_scorer(Doubled(several=False))
