@@ -47,7 +47,7 @@ class LayerContext:
         seen_len: For each row, the number of tokens of its context so far; rates refer to it.
         attention: How attention turns products of queries and keys into scores.
         layer: The layer's heads, and what is given only to parts that declare that they read it.
-        decoding: The scorer's state, and where the queries of an answer stand.
+        decoding: The scorer's state, and the positions of the queries of an answer.
         kinds: ``[batch, kv_heads, key_len]`` int8, the `TokenKind` of each key's token; values on
             padding are ignored. In a later turn the heads of a row may hold different tokens. None
             if the model reads text only. Read them with `is_kind`.

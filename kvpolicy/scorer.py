@@ -19,7 +19,11 @@ from kvpolicy.renamed import Renamed, take_old_names
 
 
 class Scorer(Part, abc.ABC):
-    """Base of scorers: gives every token of a layer a saliency, larger for tokens worth keeping."""
+    """Base of scorers: gives every token of a layer a saliency, larger for tokens worth keeping.
+
+    Scorers join by operators: ``a + b`` and ``0.5 * a`` are a `SumScorer`, ``a | b`` is a
+    `MaxScorer`. Sums of sums are one sum, and weights multiply.
+    """
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -214,8 +218,9 @@ class SumScorer(_CombinedScorer):
 
     Example:
         >>> from kvpolicy.policies import LastQueryScorer, WindowMaxPoolScorer
-        >>> SumScorer([WindowMaxPoolScorer(), LastQueryScorer()], weights=[1.0, 8.0]).num_queries
-        8
+        >>> both = SumScorer([WindowMaxPoolScorer(), LastQueryScorer()], weights=[1.0, 8.0])
+        >>> both.num_queries, both == WindowMaxPoolScorer() + 8 * LastQueryScorer()
+        (8, True)
     """
 
     weights: tuple[float, ...] | None = attrs.field(
@@ -249,7 +254,8 @@ class MaxScorer(_CombinedScorer):
 
     Example:
         >>> from kvpolicy.policies import AccumulatedAttentionScorer, WindowMaxPoolScorer
-        >>> MaxScorer([WindowMaxPoolScorer(), AccumulatedAttentionScorer()]).num_queries is None
+        >>> highest = MaxScorer([WindowMaxPoolScorer(), AccumulatedAttentionScorer()])
+        >>> highest == WindowMaxPoolScorer() | AccumulatedAttentionScorer()
         True
     """
 
