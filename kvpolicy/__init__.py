@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from kvpolicy.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvpolicy.budgets import Budget, DefaultRate
+    from kvpolicy.budgets import Budget
     from kvpolicy.context import LayerContext
     from kvpolicy.decision import Decision
     from kvpolicy.decoding import DecodingEviction
     from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
     from kvpolicy.kinds import TokenKind
+    from kvpolicy.layer_inputs import AttentionSettings, DecodingInputs, LayerInputs
     from kvpolicy.policy import CachePolicy
     from kvpolicy.registry import build, registered
     from kvpolicy.repetition import Repetition
@@ -25,29 +26,33 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "kvpolicy.budgets": ("Budget", "DefaultRate"),
+            "kvpolicy.budgets": ("Budget",),
             "kvpolicy.context": ("LayerContext",),
             "kvpolicy.decision": ("Decision",),
             "kvpolicy.decoding": ("DecodingEviction",),
             "kvpolicy.interfaces": ("KVSelector", "PropagationPolicy", "Scorer"),
             "kvpolicy.kinds": ("TokenKind",),
+            "kvpolicy.layer_inputs": ("AttentionSettings", "DecodingInputs", "LayerInputs"),
             "kvpolicy.policy": ("CachePolicy",),
             "kvpolicy.registry": ("build", "registered"),
             "kvpolicy.repetition": ("Repetition",),
             "kvpolicy.rotary": ("RotaryEmbedding",),
         },
+        old={"DefaultRate": "kvpolicy.budgets.DefaultRate"},
     )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionSettings",
     "Budget",
     "CachePolicy",
     "Decision",
     "DecodingEviction",
-    "DefaultRate",
+    "DecodingInputs",
     "KVSelector",
     "LayerContext",
+    "LayerInputs",
     "PropagationPolicy",
     "Repetition",
     "RotaryEmbedding",

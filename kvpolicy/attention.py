@@ -11,6 +11,14 @@ from torch import Tensor
 from kvpolicy.context import LayerContext
 from kvpolicy.heads import sum_of_heads
 
+__all__ = [
+    "causal_attention_peaks",
+    "causal_attention_sums",
+    "group_mean",
+    "query_key_products",
+    "standardized",
+]
+
 # Bytes of attention logits computed at a time: on a CPU what its caches hold, on a GPU what keeps
 # it busy. Scoring holds up to about four times as much: the logits, their softmax, a mask, and keys
 # converted to float32, of at least one KV head.
@@ -122,8 +130,8 @@ def _blocks(context: LayerContext) -> Iterator[tuple[slice, slice, Tensor]]:
 
 def _is_padded(context: LayerContext) -> bool:
     """True if any key or query may be padding; without padding, masking the weights is skipped."""
-    if context.held_len is not None:
-        return min(context.held_len) < context.key_len
+    if context._held_len is not None:
+        return min(context._held_len) < context.key_len
     # To ask waits for the device, which few queries' weights are too small for.
     few = context.query_len <= FEW_QUERIES
     return few or not bool(context.valid.all() & context.query_valid.all())
@@ -146,13 +154,14 @@ def _block_weights(
     """Compute causal attention weights of a block of queries over all keys up to its last query."""
     queries = _narrowed(context.queries, 1, heads.start, heads.stop - heads.start)
     queries = _narrowed(queries, 2, shown.start, shown.stop - shown.start).float()
-    queries, count = queries * context.scaling, queries.shape[2]
-    places = context.query_positions
+    queries, count = queries * context.attention.scaling, queries.shape[2]
+    places = context.decoding.query_positions
     first = context.key_len - context.query_len + shown.start
     seen = context.key_len if places is not None else first + count
     logits = query_key_products(queries, _narrowed(keys, 2, 0, seen))
-    if context.softcap is not None:
-        logits.div_(context.softcap).tanh_().mul_(context.softcap)
+    softcap, sinks = context.attention.softcap, context.attention.sinks
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
     # The lowest number instead of -inf: a padded query that sees nothing stays finite.
     lowest = torch.finfo(torch.float32).min
     if places is not None:
@@ -165,10 +174,10 @@ def _block_weights(
         _narrowed(logits, 3, first, count).masked_fill_(future, lowest)
     if valid is not None:
         logits.masked_fill_(~valid[:, :, None, :seen], lowest)
-    if context.sinks is None:
+    if sinks is None:
         weights = logits.softmax(dim=-1)
     else:
-        sinks = context.sinks[heads].float()[None, :, None, None].expand(*logits.shape[:3], 1)
+        sinks = sinks[heads].float()[None, :, None, None].expand(*logits.shape[:3], 1)
         weights = torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]
     if valid is None:
         return weights

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from types import NoneType
+from typing import Any
 
 import attrs
 import torch
@@ -10,15 +12,19 @@ from torch import Tensor
 
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.errors import ShapeError
-from kvpolicy.heads import Heads
 from kvpolicy.kinds import TokenKind
-from kvpolicy.renamed import Renamed
-from kvpolicy.rotary import RotaryEmbedding
+from kvpolicy.layer_inputs import (
+    NO_DECODING,
+    PLAIN_LAYER,
+    AttentionSettings,
+    DecodingInputs,
+    LayerInputs,
+)
+from kvpolicy.renamed import Moved, accepts_grouped
 
-_SIZES = ("batch", "kv_heads", "query_heads", "key_len", "query_len", "new_len")
 
-
-@attrs.frozen(eq=False)
+@accepts_grouped(attention=AttentionSettings, layer=LayerInputs, decoding=DecodingInputs)
+@attrs.frozen(eq=False, slots=False)
 class LayerContext:
     """The inputs for a policy's decision at one attention layer: keys, values, queries, token data.
 
@@ -39,47 +45,28 @@ class LayerContext:
         new_valid: ``[batch, new_len]`` bool, the layer's new tokens (its last ``new_len`` slots):
             False where a row has fewer.
         seen_len: For each row, the number of tokens of its context so far; rates refer to it.
-        scaling: Factor on the product of query and key before the softmax.
-        heads: Says whether all of the layer's heads are in ``keys``, as they are unless the model
-            is tensor-parallel. Parts use its methods for what they compute over all heads.
-        softcap: The scaled product ``x`` becomes ``softcap * tanh(x / softcap)``; None if the model
-            has no such bound.
-        sinks: ``[query_heads]``, an extra logit in each head's softmax, as in GPT-OSS; None if the
-            model has none.
+        attention: How attention turns products of queries and keys into scores.
+        layer: The layer's heads, and what is given only to parts that declare that they read it.
+        decoding: The scorer's state, and the positions of the queries of an answer.
         kinds: ``[batch, kv_heads, key_len]`` int8, the `TokenKind` of each key's token; values on
             padding are ignored. In a later turn the heads of a row may hold different tokens. None
-            if the model reads text only.
+            if the model reads text only. Read them with `is_kind`.
         stored: The two tensors ``[batch, stored_heads, key_len, width]`` that the layer stores, if
             attention computes the keys and values of more heads from them, as latent attention
-            does. Tokens are then kept for all heads together; see `for_selector`. None if the layer
-            stores keys and values themselves.
-        query_positions: ``[batch, query_len]`` int64, the position of each query's token, -1 on
-            padding; given while decoding, where some of these tokens may have been evicted. None if
-            the queries belong to the last slots.
-        state: float32 ``[batch, kv_heads, key_len, state_size]``, the scorer's state for each key
-            after the previous choice, 0 on new keys; None if the scorer keeps no state, or has
-            none yet. See `Scorer.update`.
-        history: float32 ``[batch, heads, new_len]`` each, what the policy's scorer gave this
-            layer's new tokens at earlier layers, the nearest layer last; values on padding are
-            ignored. The number is the largest `Part.history_layers` of the parts, or fewer at the
-            first layers. Layers at which nothing is chosen (sliding windows, recurrences) have no
-            entry.
-        rotary: The layer's rotary embedding, if a part declares `Part.needs_rotary`.
-        output_weight: ``[query_heads, value_dim, hidden]``, the weights of the layer's output
-            projection by head, if a part declares `Part.needs_output_weight`.
+            does. Tokens are then kept for all heads together: selectors are shown a single head.
+            None if the layer stores keys and values themselves.
         held_len: For each row, the number of tokens that each head holds, if it is the same for all
-            heads and known without reading ``positions``, which would wait for the device; see
-            `KVSelector.kept_counts`. Otherwise None. Set it to None when you evolve a context to
-            other ``positions``.
+            heads and known without reading ``positions``, which would wait for the device.
+            Otherwise None. Set it to None when you evolve a context to other ``positions``. Read it
+            with `kvpolicy.host_counts.held_counts`.
 
     Attributes:
         batch: The number of rows.
-        kv_heads: The number of key/value heads in this context; see `heads`.
+        kv_heads: The number of key/value heads in this context; see `LayerInputs.heads`.
         query_heads: The number of query heads: ``group * kv_heads``.
         key_len: The number of slots of keys, padding included.
         query_len: The number of trailing queries in this context.
         new_len: The number of slots of the layer's new tokens, padding included.
-        unpadded: Whether every slot of every head is known to hold a token.
 
     Raises:
         TypeError: An argument is no tensor, or a tensor has the wrong dtype.
@@ -95,18 +82,12 @@ class LayerContext:
     positions: Tensor
     new_valid: Tensor
     seen_len: tuple[int, ...]
-    scaling: float
-    heads: Heads = attrs.field(factory=Heads)
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    kinds: Tensor | None = None
-    stored: tuple[Tensor, Tensor] | None = None
-    query_positions: Tensor | None = None
-    state: Tensor | None = None
-    history: tuple[Tensor, ...] = ()
-    rotary: RotaryEmbedding | None = None
-    output_weight: Tensor | None = None
-    held_len: tuple[int, ...] | None = None
+    attention: AttentionSettings = attrs.field(kw_only=True)
+    layer: LayerInputs = attrs.field(default=PLAIN_LAYER, kw_only=True)
+    decoding: DecodingInputs = attrs.field(default=NO_DECODING, kw_only=True)
+    _kinds: Tensor | None = attrs.field(default=None, kw_only=True)
+    _stored: tuple[Tensor, Tensor] | None = attrs.field(default=None, kw_only=True)
+    _held_len: tuple[int, ...] | None = attrs.field(default=None, kw_only=True)
 
     # Sizes, worked out once: parts ask for them many times at every layer.
     batch: int = attrs.field(init=False)
@@ -115,11 +96,20 @@ class LayerContext:
     key_len: int = attrs.field(init=False)
     query_len: int = attrs.field(init=False)
     new_len: int = attrs.field(init=False)
-    unpadded: bool = attrs.field(init=False)
+    # Whether every slot of every head is known to hold a token.
+    _unpadded: bool = attrs.field(init=False, repr=False)
     # What selectors have said of their counts, by id; see `known_counts`.
     _counts: dict[int, tuple[int, ...] | None] = attrs.field(init=False, factory=dict, repr=False)
 
-    carried = Renamed("state")
+    carried = Moved("decoding.state")
+    kinds = Moved("_kinds", "is_kind")
+    held_len = Moved("_held_len", "kvpolicy.host_counts.held_counts(context)")
+    unpadded = Moved("_unpadded", "kvpolicy.host_counts.held_counts(context)")
+    stored = Moved("_stored")
+    outlined = Moved("_outlined")
+    for_selector = Moved("_for_selector")
+    showing = Moved("_showing")
+    with_no_more = Moved("_with_no_more")
 
     def __attrs_post_init__(self) -> None:
         self._check_types()
@@ -154,12 +144,12 @@ class LayerContext:
                 f"positions must be [batch, kv_heads, key_len] = {[batch, kv_heads, key_len]}, "
                 f"got {list(self.positions.shape)}"
             )
-        if self.kinds is not None and self.kinds.shape != self.positions.shape:
+        if self._kinds is not None and self._kinds.shape != self.positions.shape:
             raise ShapeError(
                 f"kinds must be [batch, kv_heads, key_len] = {list(self.positions.shape)}, got "
-                f"{list(self.kinds.shape)}"
+                f"{list(self._kinds.shape)}"
             )
-        for each in self.stored or ():
+        for each in self._stored or ():
             if each.ndim != 4 or (each.shape[0], each.shape[2]) != (batch, key_len):
                 raise ShapeError(
                     f"stored must be two tensors [batch, stored_heads, key_len, width] with "
@@ -170,69 +160,54 @@ class LayerContext:
                 f"new_valid must be [batch, new_len] with batch={batch}, got "
                 f"{list(self.new_valid.shape)}"
             )
-        sizes = batch, kv_heads, self._queries.shape[1], key_len, self._queries.shape[2]
-        for name, size in zip(_SIZES, (*sizes, self.new_valid.shape[1]), strict=True):
-            object.__setattr__(self, name, size)  # the class is frozen to everyone else
-        unpadded = self.held_len is not None and min(self.held_len, default=0) == key_len
-        object.__setattr__(self, "unpadded", unpadded)
-        placed = self.query_positions
-        if not self.new_len <= key_len or (placed is None and self.query_len > self.new_len):
+        new_len, query_len = self.new_valid.shape[1], self._queries.shape[2]
+        self.__dict__.update(  # the class is frozen to everyone else
+            batch=batch,
+            kv_heads=kv_heads,
+            query_heads=self._queries.shape[1],
+            key_len=key_len,
+            query_len=query_len,
+            new_len=new_len,
+            _unpadded=self._held_len is not None and min(self._held_len, default=0) == key_len,
+        )
+        placed = self.decoding.query_positions is not None
+        if not new_len <= key_len or not (placed or query_len <= new_len):
             raise ShapeError(
                 "query_len <= new_len <= key_len must hold, got "
-                f"{self.query_len}, {self.new_len} and {key_len}"
-            )
-        if placed is not None and placed.shape != (batch, self.query_len):
-            raise ShapeError(
-                f"query_positions must be [batch, query_len] = {[batch, self.query_len]}, got "
-                f"{list(placed.shape)}"
-            )
-        if self.state is not None and self.state.shape[:3] != (batch, kv_heads, key_len):
-            raise ShapeError(
-                f"state must be [batch, kv_heads, key_len, state_size] with "
-                f"{[batch, kv_heads, key_len]}, got {list(self.state.shape)}"
-            )
-        if self.sinks is not None and self.sinks.shape != (self.query_heads,):
-            raise ShapeError(
-                f"sinks must be [query_heads] = [{self.query_heads}], got {list(self.sinks.shape)}"
-            )
-        for each in self.history:
-            if each.ndim != 3 or (each.shape[0], each.shape[2]) != (batch, self.new_len):
-                raise ShapeError(
-                    f"history must hold tensors [batch, heads, new_len] with batch={batch} and "
-                    f"new_len={self.new_len}, got {list(each.shape)}"
-                )
-        weight, value_dim = self.output_weight, self.values.shape[3]
-        if weight is not None and (
-            weight.ndim != 3 or weight.shape[:2] != (self.query_heads, value_dim)
-        ):
-            raise ShapeError(
-                f"output_weight must be [query_heads, value_dim, hidden] = [{self.query_heads}, "
-                f"{value_dim}, hidden], got {list(weight.shape)}"
+                f"{query_len}, {new_len} and {key_len}"
             )
         if len(self.seen_len) != batch:
             raise ShapeError(
                 f"seen_len must have one entry per row (batch={batch}), got {self.seen_len}"
             )
-        if self.held_len is not None and len(self.held_len) != batch:
+        if self._held_len is not None and len(self._held_len) != batch:
             raise ShapeError(
-                f"held_len must have one entry per row (batch={batch}), got {self.held_len}"
+                f"held_len must have one entry per row (batch={batch}), got {self._held_len}"
             )
         for name, dtype in (("positions", torch.int64), ("new_valid", torch.bool)):
             found = getattr(self, name).dtype
             if found != dtype:
                 raise TypeError(f"{name} must be {dtype}, got {found}")
+        if self.attention.sinks is not None:
+            self.attention.check(self.query_heads)
+        if self.layer is not PLAIN_LAYER:
+            self.layer.check(batch, self.query_heads, new_len, self.values.shape[3])
+        if self.decoding is not NO_DECODING:
+            self.decoding.check((batch, kv_heads, key_len), query_len)
 
     def _check_types(self) -> None:
         own = (self._queries, self.keys, self.values, self.positions, self.new_valid)
-        maybe = (self.sinks, self.kinds, self.query_positions, self.state, self.output_weight)
-        tuples = (self.history, self.seen_len, self.stored or (), self.held_len or ())
         right = (
             type(self.layer_idx) is type(self.num_layers) is int
             and 0 <= self.layer_idx < self.num_layers
-            and isinstance(self.heads, Heads)
+            and isinstance(self.attention, AttentionSettings)
+            and isinstance(self.layer, LayerInputs)
+            and isinstance(self.decoding, DecodingInputs)
             and all(isinstance(each, Tensor) for each in own)
-            and all(each is None or isinstance(each, Tensor) for each in maybe)
-            and all(isinstance(each, tuple) for each in tuples)
+            and (self._kinds is None or isinstance(self._kinds, Tensor))
+            and isinstance(self.seen_len, tuple)
+            and isinstance(self._stored, (tuple, NoneType))
+            and isinstance(self._held_len, (tuple, NoneType))
         )
         if not right:
             self._refuse_types()
@@ -243,17 +218,26 @@ class LayerContext:
         check_count("layer_idx", self.layer_idx, maximum=self.num_layers - 1)
         for name in ("_queries", "keys", "values", "positions", "new_valid"):
             check_kind(name.lstrip("_"), getattr(self, name), Tensor)
-        for name in ("sinks", "kinds", "query_positions", "state", "output_weight"):
+        if self._kinds is not None:
+            check_kind("kinds", self._kinds, Tensor)
+        for name in ("_stored", "_held_len"):
             if getattr(self, name) is not None:
-                check_kind(name, getattr(self, name), Tensor)
-        for name in ("stored", "held_len"):
-            if getattr(self, name) is not None:
-                check_kind(name, getattr(self, name), tuple)
-        check_kind("history", self.history, tuple)
+                check_kind(name.lstrip("_"), getattr(self, name), tuple)
         check_kind("seen_len", self.seen_len, tuple)
-        check_kind("heads", self.heads, Heads)
+        check_kind("attention", self.attention, AttentionSettings)
+        check_kind("layer", self.layer, LayerInputs)
+        check_kind("decoding", self.decoding, DecodingInputs)
 
-    def outlined(self) -> LayerContext:
+    def _shown(self, **changes: Any) -> LayerContext:
+        """Return a copy that shows less, with some attributes replaced; their axes must still fit.
+
+        It is made for every part at every layer, so that nothing is checked again.
+        """
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__, _counts={}, **changes)
+        return copied
+
+    def _outlined(self) -> LayerContext:
         """Return a copy with token positions and kinds but empty keys, values and queries.
 
         A policy that chooses for all layers together holds such a context of every layer.
@@ -262,46 +246,40 @@ class LayerContext:
         def outline(tensor: Tensor) -> Tensor:
             return tensor.new_empty(*tensor.shape[:3], 0)
 
-        stored = None if self.stored is None else (outline(self.stored[0]), outline(self.stored[1]))
+        stored = self._stored
         return attrs.evolve(
             self,
             queries=outline(self._queries[:, :, :0]),
             keys=outline(self.keys),
             values=outline(self.values),
-            stored=stored,
-            query_positions=None,
-            state=None,
-            history=(),
-            rotary=None,
-            output_weight=None,
+            stored=None if stored is None else (outline(stored[0]), outline(stored[1])),
+            layer=LayerInputs(self.layer.heads),
+            decoding=NO_DECODING,
         )
 
-    def for_selector(self) -> LayerContext:
+    def _for_selector(self) -> LayerContext:
         """Return a copy for selectors, with a single KV head if all heads share stored keys.
 
         If heads share storage, the one head's keys and values are the stored tensors (several
         stored heads side by side), there are no queries, and the history is averaged over heads.
         """
-        if self.stored is None:
+        if self._stored is None:
             return self
-        keys, values = (each.transpose(1, 2).flatten(2)[:, None] for each in self.stored)
+        keys, values = (each.transpose(1, 2).flatten(2)[:, None] for each in self._stored)
+        heads, history = self.layer.heads, self.layer.history
         return attrs.evolve(
             self,
             queries=keys.new_empty(self.batch, self.query_heads, 0, keys.shape[3]),
             keys=keys,
             values=values,
             positions=self.positions[:, :1],
-            kinds=None if self.kinds is None else self.kinds[:, :1],
-            heads=Heads(),
+            kinds=None if self._kinds is None else self._kinds[:, :1],
             stored=None,
-            query_positions=None,
-            state=None,
-            history=tuple(self.heads.mean(each)[:, None] for each in self.history),
-            rotary=None,
-            output_weight=None,
+            layer=LayerInputs(history=tuple(heads.mean(each)[:, None] for each in history)),
+            decoding=NO_DECODING,
         )
 
-    def showing(self, num_queries: int | None) -> LayerContext:
+    def _showing(self, num_queries: int | None) -> LayerContext:
         """Return a copy with only the last ``num_queries`` queries; all of them if None.
 
         Args:
@@ -309,14 +287,14 @@ class LayerContext:
         """
         if num_queries is None or num_queries >= self.query_len:
             return self
-        first, places = self.query_len - num_queries, self.query_positions
-        return attrs.evolve(
-            self,
-            queries=self._queries[:, :, first:],
-            query_positions=None if places is None else places[:, first:],
-        )
+        first, decoding = self.query_len - num_queries, self.decoding
+        places = decoding.query_positions
+        if places is not None:
+            decoding = DecodingInputs(decoding.state, places[:, first:])
+        queries = self._queries[:, :, first:]
+        return self._shown(_queries=queries, query_len=num_queries, decoding=decoding)
 
-    def with_no_more(
+    def _with_no_more(
         self, *, history_layers: int, rotary: bool, output_weight: bool
     ) -> LayerContext:
         """Return a copy that keeps only the requested history, rotary embedding and output weights.
@@ -326,11 +304,16 @@ class LayerContext:
             rotary: See `Part.needs_rotary`.
             output_weight: See `Part.needs_output_weight`.
         """
-        return attrs.evolve(
-            self,
-            history=self.history[-history_layers:] if history_layers else (),
-            rotary=self.rotary if rotary else None,
-            output_weight=self.output_weight if output_weight else None,
+        layer = self.layer
+        if not layer.history and layer.rotary is None and layer.output_weight is None:
+            return self
+        return self._shown(
+            layer=LayerInputs(
+                layer.heads,
+                layer.rotary if rotary else None,
+                layer.output_weight if output_weight else None,
+                layer.history[-history_layers:] if history_layers else (),
+            )
         )
 
     @property
@@ -357,15 +340,15 @@ class LayerContext:
     @property
     def query_valid(self) -> Tensor:
         """Mask of the queries that are tokens, not padding: bool ``[batch, query_len]``."""
-        if self.query_positions is not None:
-            return self.query_positions >= 0
+        if self.decoding.query_positions is not None:
+            return self.decoding.query_positions >= 0
         return self.new_valid[:, self.new_len - self.query_len :]
 
     @property
     def query_places(self) -> Tensor:
         """Each query token's position in the prompt: ``[batch, query_len]``, -1 on padding."""
-        if self.query_positions is not None:
-            return self.query_positions
+        if self.decoding.query_positions is not None:
+            return self.decoding.query_positions
         last = self.positions[:, 0, self.key_len - self.query_len :]  # new tokens: as in all heads
         return last.masked_fill(~self.query_valid, -1)
 
@@ -395,10 +378,10 @@ class LayerContext:
 
         All tokens are text where the model reads text only.
         """
-        if self.kinds is None:
+        if self._kinds is None:
             return self.valid if TokenKind.TEXT in kinds else torch.zeros_like(self.valid)
         # Not torch.isin, which needs a tensor of them on the device.
-        named = (self.kinds == int(kind) for kind in kinds)
+        named = (self._kinds == int(kind) for kind in kinds)
         return self.valid & functools.reduce(torch.logical_or, named, torch.zeros_like(self.valid))
 
     def is_new_kind(self, *kinds: TokenKind) -> Tensor:

@@ -18,7 +18,7 @@ class DeferredLayer:
     """A layer with its saliency, waiting until a selector chooses tokens for all layers at once.
 
     Args:
-        context: The layer, see `LayerContext.outlined`; with a saliency, as a selector sees it.
+        context: The layer, see `LayerContext._outlined`; with a saliency, as a selector sees it.
         saliency: float32 ``[batch, heads, key_len]``; None if there is none, or not yet.
     """
 
@@ -29,8 +29,8 @@ class DeferredLayer:
     def of(context: LayerContext, saliency: Tensor | None) -> DeferredLayer:
         """Make the record of a layer that was scored, without its keys, values and queries."""
         if saliency is None:
-            return DeferredLayer(context.outlined())
-        saliency, context = as_stored(saliency, context.outlined())
+            return DeferredLayer(context._outlined())
+        saliency, context = as_stored(saliency, context._outlined())
         return DeferredLayer(context, saliency)
 
     def with_saliency(self, saliency: Tensor) -> DeferredLayer:
@@ -63,7 +63,7 @@ def kept_of_all(
     """
     if not selector.decides_together:
         return [kept_by(selector, each.saliency, each.context, checks)[0] for each in layers]
-    contexts = [each.context.for_selector() for each in layers]
+    contexts = [each.context._for_selector() for each in layers]
     saliencies = [each.saliency for each in layers]
     found = selector.select_together(saliencies, contexts)  # type: ignore[arg-type]
     if not isinstance(found, list) or len(found) != len(layers):

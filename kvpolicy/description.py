@@ -15,6 +15,10 @@ from kvpolicy.repetition import Repetition
 
 Description = dict[str, Any]
 
+# Modules under which saved files name the classes of another one, so that files of all versions
+# agree.
+_SAVED_MODULES = {"kvpolicy.scorer": "kvpolicy.policies.scorers.combined"}
+
 
 def describe(part: Part) -> Description:
     """Turn a policy or a policy part into JSON data: its class and fields, nested parts included.
@@ -43,7 +47,8 @@ def _described(value: Any, names: dict[Any, str]) -> Any:
             for each in attrs.fields(kind)
             if each.init  # what is made of them is made again
         }
-        unregistered = f"{kind.__module__}:{kind.__qualname__}"
+        module = _SAVED_MODULES.get(kind.__module__, kind.__module__)
+        unregistered = f"{module}:{kind.__qualname__}"
         return {"type": names.get(kind, unregistered), "fields": fields}
     if isinstance(value, (list, tuple)):
         return [_described(each, names) for each in value]

@@ -7,6 +7,16 @@ from __future__ import annotations
 
 import threading
 
+__all__ = [
+    "CacheInUseError",
+    "KVPolicyError",
+    "NotAttachedError",
+    "ShapeError",
+    "UnknownPolicyError",
+    "UnsupportedGenerationError",
+    "UnsupportedModelError",
+]
+
 
 class KVPolicyError(ValueError):
     """Base class of all of kvpolicy's own errors."""

@@ -18,6 +18,8 @@ from kvpolicy.context import LayerContext
 from kvpolicy.declarations import still_holds
 from kvpolicy.interfaces import KVSelector
 
+__all__ = ["counts_under", "held_counts", "known_counts", "on_device", "protected_counts"]
+
 
 def known_counts(selector: KVSelector, context: LayerContext) -> tuple[int, ...] | None:
     """Return how many tokens per row a selector keeps; None if that is unknown before it selects.
@@ -25,13 +27,24 @@ def known_counts(selector: KVSelector, context: LayerContext) -> tuple[int, ...]
     None where the number is not known, and where a class overrides `select` or `protected` but not
     `kept_counts`: the inherited counts may then be wrong.
     """
-    if context.held_len is None:
+    if context._held_len is None:
         return None
     known = context._counts  # a selector is asked by whoever calls it, and asks itself
     if id(selector) not in known:
         holds = still_holds(selector, "kept_counts", "select", "protected")
         known[id(selector)] = selector.kept_counts(context) if holds else None
     return known[id(selector)]
+
+
+def held_counts(context: LayerContext) -> tuple[int, ...] | None:
+    """Return how many tokens each head of a layer holds per row, if lengths alone tell; else None.
+
+    The new tokens count. None also where the heads of a row hold different numbers of tokens.
+
+    Args:
+        context: The layer.
+    """
+    return context._held_len
 
 
 def protected_counts(
@@ -47,11 +60,11 @@ def protected_counts(
     Returns:
         None where the lengths of rows are not known.
     """
-    if context.held_len is None:
+    if context._held_len is None:
         return None
     return tuple(
         (min(held, tail + first if held == seen else tail), min(held, tail + first))
-        for held, seen in zip(context.held_len, context.seen_len, strict=True)
+        for held, seen in zip(context._held_len, context.seen_len, strict=True)
     )
 
 
@@ -70,9 +83,9 @@ def counts_under(
     Returns:
         For each row, the number of tokens; None where it depends on unknown lengths.
     """
-    if context.held_len is None or protected is None:
+    if context._held_len is None or protected is None:
         return None
-    return _counts(budget, context.seen_len, context.held_len, tuple(protected))
+    return _counts(budget, context.seen_len, context._held_len, tuple(protected))
 
 
 @functools.lru_cache(maxsize=256)  # layers mostly see the same lengths

@@ -10,121 +10,16 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvpolicy.budgets import Budget
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
-from kvpolicy.renamed import Renamed, take_old_names
-from kvpolicy.short_repr import brief
+from kvpolicy.part import Part
+from kvpolicy.scorer import Scorer
 
-
-class Part:
-    """Base of scorers, selectors and propagation policies: declares which layer inputs it reads."""
-
-    paper: ClassVar[str] = ""
-
-    def __str__(self) -> str:
-        return brief(self)
-
-    @property
-    def history_layers(self) -> int:
-        """The number of earlier layers whose saliency this part reads; 0 for none.
-
-        Only layers at which the policy chooses count.
-        """
-        return 0
-
-    @property
-    def needs_rotary(self) -> bool:
-        """True if this part reads the layer's rotary embedding, `LayerContext.rotary`."""
-        return False
-
-    @property
-    def needs_output_weight(self) -> bool:
-        """True if this part reads the attention output weights, `LayerContext.output_weight`."""
-        return False
-
-
-class Scorer(Part, abc.ABC):
-    """Base of scorers: gives every token of a layer a saliency, larger for tokens worth keeping."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        take_old_names(cls, {"carries": "state_size", "advance": "update"})
-
-    @property
-    def num_queries(self) -> int | None:
-        """The number of last queries that `score` reads: 0 for none, None for all."""
-        return 0
-
-    @property
-    def unscored_tail(self) -> int:
-        """The number of last tokens that `score` leaves out because they are always kept."""
-        return 0
-
-    @property
-    def state_size(self) -> int:
-        """The number of values that the scorer stores per key between evictions; 0 for none."""
-        return 0
-
-    @property
-    def accumulates(self) -> bool:
-        """True if calling `update` on one block of queries after another gives the full saliency.
-
-        After the last block, `update` must return what `score` returns for all queries at once, or
-        the mean of it over each KV group. A prompt that is read in chunks then holds the scorer's
-        state in place of its queries. A class that overrides `score`, `update`, `state_size` or
-        `num_queries` has to declare this again; otherwise the declaration is ignored.
-        """
-        return False
-
-    @property
-    def scores_last_attention(self) -> bool:
-        """True if the saliency is exactly the last query's attention weight on each key.
-
-        Compiled decoding may then use the attention that the model computes anyway. A class that
-        overrides `score` or `num_queries` has to declare this again; otherwise the declaration is
-        ignored.
-        """
-        return False
-
-    def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Return the saliency and the scorer's new state, for eviction while decoding.
-
-        Called once for every choice, the prompt's included: ``context.state`` is the state after
-        the previous choice, ``context.queries`` are the queries of all tokens since. Nothing is
-        evicted between two choices, so these queries have attended to all keys in the context, up
-        to their own positions.
-
-        Args:
-            context: The layer; nothing in it may be modified.
-
-        Returns:
-            The saliency, as `score` would return it; and the state, float32 ``[batch, kv_heads,
-            key_len, state_size]``, whose entries for evicted keys are dropped.
-        """
-        return self.score(context), context.keys.new_empty(
-            context.batch, context.kv_heads, context.key_len, 0, dtype=torch.float32
-        )
-
-    @abc.abstractmethod
-    def score(self, context: LayerContext) -> Tensor:
-        """Return the saliency of every key: larger means keep.
-
-        Args:
-            context: The layer; nothing in it may be modified.
-
-        Returns:
-            Finite float32 ``[batch, query_heads or kv_heads, key_len]``, a new tensor; values on
-            padding are ignored.
-        """
-
-    carries = Renamed("state_size")
-    advance = Renamed("update")
+__all__ = ["KVSelector", "Part", "PropagationPolicy", "Scorer", "nearest_layer"]
 
 
 class KVSelector(Part, abc.ABC):
@@ -216,13 +111,13 @@ class KVSelector(Part, abc.ABC):
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """Return how many tokens each head keeps per row, if lengths alone tell; else None.
 
-        Use ``context.held_len``, budgets and other numbers: reading a tensor would wait for the
-        device at every layer of a prompt. When the forward ends, the counts are compared with what
-        `select` returned. A class that overrides `select` or `protected` has to override this
-        method as well; otherwise it is not called.
+        Use `kvpolicy.host_counts.held_counts`, budgets and other numbers: reading a tensor would
+        wait for the device at every layer of a prompt. When the forward ends, the counts are
+        compared with what `select` returned. A class that overrides `select` or `protected` has to
+        override this method as well; otherwise it is not called.
 
         Args:
-            context: The layer, whose ``held_len`` is known; nothing in it may be modified.
+            context: The layer, whose `held_counts` are known; nothing in it may be modified.
 
         Returns:
             For each row, a number of tokens; None where tensors decide.
@@ -251,9 +146,9 @@ class KVSelector(Part, abc.ABC):
 
         Args:
             saliencies: The saliency of each layer that has something to choose, as in `select`.
-            contexts: The same layers, see `LayerContext.outlined`. Layers may have different
-                numbers of heads and tokens; a row with nothing to choose at a layer has no valid
-                tokens there.
+            contexts: The same layers, with empty keys, values and queries. Layers may have
+                different numbers of heads and tokens; a row with nothing to choose at a layer has
+                no valid tokens there.
 
         Returns:
             For each layer, what `select` would return.
@@ -328,7 +223,7 @@ class PropagationPolicy(Part, abc.ABC):
             float ``[batch, new_len]``, the same in every process under tensor parallelism. Of two
             tokens that are not protected, the one with the higher score goes on first.
         """
-        return context.heads.mean(saliency[..., context.key_len - context.new_len :])
+        return context.layer.heads.mean(saliency[..., context.key_len - context.new_len :])
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """Return the indices of the layers after which tokens may be dropped.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import attrs
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -13,6 +12,7 @@ from kvpolicy.context import LayerContext
 from kvpolicy.errors import ShapeError, UnsupportedModelError
 from kvpolicy.host_counts import known_counts, on_device
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
+from kvpolicy.layer_inputs import PLAIN_LAYER, DecodingInputs
 from kvpolicy.renamed import old_names
 
 __getattr__ = old_names(__name__, {"advanced": "updated"})
@@ -54,9 +54,9 @@ class DeferredChecks:
 
 def shown_to(part: Part, context: LayerContext) -> LayerContext:
     """Return a copy of the layer context with only the inputs that a part declares to read."""
-    if not context.history and context.rotary is None and context.output_weight is None:
+    if context.layer is PLAIN_LAYER:
         return context
-    return context.with_no_more(
+    return context._with_no_more(
         history_layers=part.history_layers,
         rotary=part.needs_rotary,
         output_weight=part.needs_output_weight,
@@ -78,8 +78,9 @@ def saliency_of(
         TypeError: The saliency is no tensor of floats.
         ShapeError: The axes are not those of a saliency.
     """
-    shown = context.showing(scorer.num_queries)
-    shown = shown if shown.state is None else attrs.evolve(shown, state=None)
+    shown = context._showing(scorer.num_queries)
+    if shown.decoding.state is not None:
+        shown = shown._shown(decoding=DecodingInputs(None, shown.decoding.query_positions))
     saliency = scorer.score(shown_to(scorer, shown))
     if not tested:
         _check_saliency(scorer, saliency, context, checks)
@@ -93,7 +94,7 @@ def updated(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -> tu
         TypeError: The saliency is no tensor of floats, or the state no tensor.
         ShapeError: Their axes are wrong.
     """
-    saliency, state = scorer.update(shown_to(scorer, context.showing(scorer.num_queries)))
+    saliency, state = scorer.update(shown_to(scorer, context._showing(scorer.num_queries)))
     _check_saliency(scorer, saliency, context, checks)
     wanted = (context.batch, context.kv_heads, context.key_len, scorer.state_size)
     if not isinstance(state, Tensor):
@@ -132,7 +133,7 @@ def kept_by(
         ShapeError: The axes are not those of indices into the keys.
         ValueError: The number of indices differs from `KVSelector.kept_counts`.
     """
-    if context.stored is not None and (selector.needs_rotary or selector.needs_output_weight):
+    if context._stored is not None and (selector.needs_rotary or selector.needs_output_weight):
         raise UnsupportedModelError(
             f"{selector} must not turn keys or read output weights where all heads share what is "
             f"stored, as layer {context.layer_idx}'s do; use a selector that does neither"
@@ -168,11 +169,11 @@ def _check_counts(
 
 def as_stored(saliency: Tensor | None, context: LayerContext) -> tuple[Tensor | None, LayerContext]:
     """Average saliency over heads for a selector if all heads share the same stored keys."""
-    if context.stored is None:
+    if context._stored is None:
         return saliency, context
     if saliency is not None:
-        saliency = context.heads.mean(saliency)[:, None]  # [batch, 1, key_len]
-    return saliency, context.for_selector()
+        saliency = context.layer.heads.mean(saliency)[:, None]  # [batch, 1, key_len]
+    return saliency, context._for_selector()
 
 
 def passed_on_by(

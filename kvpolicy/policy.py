@@ -302,19 +302,19 @@ class CachePolicy:
         if self.decides_later:
             undecided = DeferredLayer.of(context, saliency if selects else None)
         else:
-            tested = self.is_tested(self.selector)
+            tested = self._is_tested(self.selector)
             kept, counts = kept_by(self.selector, saliency, context, checks, tested=tested)
         passed = self._passed_on(context, checks, saliency) if propagates else None
         return Decision(kept, passed, state, saliency, undecided, counts)
 
     def _saliency(self, context: LayerContext, checks: DeferredChecks) -> Tensor:
         assert self.scorer is not None
-        return saliency_of(self.scorer, context, checks, tested=self.is_tested(self.scorer))
+        return saliency_of(self.scorer, context, checks, tested=self._is_tested(self.scorer))
 
     def _passed_on(
         self, context: LayerContext, checks: DeferredChecks, saliency: Tensor | None
     ) -> Tensor | None:
-        tested = self.is_tested(self.propagation)
+        tested = self._is_tested(self.propagation)
         return passed_on_by(self.propagation, saliency, context, checks, tested=tested)
 
     def score(self, context: LayerContext) -> Tensor:
@@ -389,7 +389,7 @@ class CachePolicy:
             known[count] = self.propagation.acting_layers(count)
         return context.layer_idx in known[count]
 
-    def is_tested(self, part: Part) -> bool:
+    def _is_tested(self, part: Part) -> bool:
         """True if what a part of this policy returns needs no check; see `declarations.is_tested`.
 
         Args:

@@ -1,22 +1,28 @@
 """Keeps the earlier names of public things working for one version, with a `DeprecationWarning`.
 
-Declares old names where they were: `Renamed` in a class body, `take_old_names` where subclasses
-define them, `accepts_old` for arguments of an attrs class, `old_names` for functions of a module.
+Declares old names where they were: `Renamed` and `Moved` in a class body, `take_old_names` where
+subclasses define them, `accepts_old` for arguments of an attrs class, `accepts_grouped` for those
+that are in groups now, `old_names` for names of a
+module.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from operator import attrgetter
 from typing import Any, TypeVar
+
+import attrs
 
 Class = TypeVar("Class", bound=type)
 
 
-def _warn(old: str, new: str, stacklevel: int) -> None:
-    warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=stacklevel + 1)
+def _warn(old: str, new: str | None, stacklevel: int) -> None:
+    instead = f"use {new}" if new else "since only the library itself needs it"
+    warnings.warn(f"{old} is deprecated, {instead}", DeprecationWarning, stacklevel=stacklevel + 1)
 
 
 class Renamed:
@@ -43,6 +49,30 @@ class Renamed:
         classes = self._owner.__mro__
         found = next(vars(each)[self._name] for each in classes if self._name in vars(each))
         return found.__get__(instance, type(instance)) if hasattr(found, "__get__") else found
+
+
+class Moved:
+    """Descriptor that keeps the name of an attribute that is elsewhere now, and warns of it.
+
+    Args:
+        path: Where the attribute is now, such as ``attention.scaling``; names with an underscore
+            are private.
+        instead: What to use in its place; the path if None, nothing if the path is private.
+    """
+
+    def __init__(self, path: str, instead: str | None = None) -> None:
+        private = any(each.startswith("_") for each in path.split("."))
+        self._find = attrgetter(path)
+        self._instead = instead or (None if private else path)
+
+    def __set_name__(self, owner: type, own_name: str) -> None:
+        self._name = f"{owner.__name__}.{own_name}"
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        _warn(self._name, self._instead, stacklevel=2)
+        return self._find(instance)
 
 
 def take_old_names(cls: type, names: Mapping[str, str]) -> None:
@@ -94,18 +124,67 @@ def accepts_old(**names: str) -> Callable[[Class], Class]:
     return renaming
 
 
-def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Make a module-level ``__getattr__`` that finds renamed functions by their old names.
+def accepts_grouped(**groups: type) -> Callable[[Class], Class]:
+    """Let an attrs class accept and show fields by their own names that are in groups now.
+
+    Args:
+        groups: The attrs class of each field that is a group. The old names are its fields'.
+    """
+    found = {each.name: group for group, kind in groups.items() for each in attrs.fields(kind)}
+
+    def grouping(cls: Class) -> Class:
+        init = cls.__init__  # type: ignore[misc]
+
+        @functools.wraps(init)
+        def grouped(self: object, *args: Any, **given: Any) -> None:
+            if not found.keys().isdisjoint(given):
+                given = _in_groups(cls.__name__, groups, found, given)
+            init(self, *args, **given)
+
+        cls.__init__ = grouped  # type: ignore[misc]
+        for name, group in found.items():
+            moved = Moved(f"{group}.{name}")
+            moved.__set_name__(cls, name)
+            setattr(cls, name, moved)
+        return cls
+
+    return grouping
+
+
+def _in_groups(
+    owner: str, groups: Mapping[str, type], found: Mapping[str, str], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return constructor arguments with those by old names put into their groups."""
+    changes: dict[str, dict[str, Any]] = {}
+    for name in (each for each in given if each in found):
+        group = found[name]
+        _warn(f"{name}= of {owner}", f"{group}={groups[group].__name__}({name}=...)", stacklevel=3)
+        changes.setdefault(group, {})[name] = given[name]
+    kept = {name: value for name, value in given.items() if name not in found}
+    for group, of_group in changes.items():
+        # `attrs.evolve` gives the group as it was: changes go first.
+        before: Any = kept.get(group)
+        kept[group] = attrs.evolve(before, **of_group) if before else groups[group](**of_group)
+    return kept
+
+
+def old_names(
+    module: str, names: Mapping[str, str], *, stacklevel: int = 2
+) -> Callable[[str], Any]:
+    """Make a module-level ``__getattr__`` that finds renamed or moved names by their old names.
 
     Args:
         module: The module's ``__name__``.
-        names: The new name of each old one.
+        names: The new name of each old one, with its module if that is another one.
+        stacklevel: How many calls above the warning its reader is.
     """
 
     def find(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        _warn(f"{module}.{name}", f"{module}.{names[name]}", stacklevel=2)
-        return getattr(sys.modules[module], names[name])
+        home, _, new = names[name].rpartition(".")
+        home = home or module
+        _warn(f"{module}.{name}", f"{home}.{new}", stacklevel)
+        return getattr(import_module(home), new)
 
     return find

@@ -12,7 +12,7 @@ from torch import Tensor
 class RotaryEmbedding(abc.ABC):
     """Interface that applies a layer's rotary embedding to keys and queries, and undoes it.
 
-    Parts that declare `Part.needs_rotary` find it in `LayerContext.rotary`. Positions are original
+    Parts that declare `Part.needs_rotary` find it in `LayerInputs.rotary`. Positions are original
     ones, as in `LayerContext.positions`; after a restarted prefill they are those of the second
     pass, without gaps.
     """

@@ -10,6 +10,8 @@ from torch import Tensor
 from kvpolicy.budgets import Budget
 from kvpolicy.host_counts import on_device
 
+__all__ = ["compress", "head_budgets", "row_budgets", "select_top"]
+
 
 def head_budgets(
     budget: Budget, seen_len: tuple[int, ...], *, valid: Tensor, protected: Tensor

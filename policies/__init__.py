@@ -1,13 +1,11 @@
 """Concrete scorers, selectors and propagation policies, and the named methods made of them."""
 
-from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.ada_kv import AdaKV
 from kvpolicy.policies.methods.chunk_kv import ChunkKV
 from kvpolicy.policies.methods.claa import CLAA
 from kvpolicy.policies.methods.compactor import Compactor
 from kvpolicy.policies.methods.critical_kv import CriticalKV
 from kvpolicy.policies.methods.cur_dkv import CurDKV
-from kvpolicy.policies.methods.eviction import EvictionMethod
 from kvpolicy.policies.methods.expected_attention import ExpectedAttention
 from kvpolicy.policies.methods.fastkv import FastKV
 from kvpolicy.policies.methods.fastv import FastV
@@ -19,7 +17,6 @@ from kvpolicy.policies.methods.key_norm import KeyNorm
 from kvpolicy.policies.methods.kvzip import KVzip
 from kvpolicy.policies.methods.lag_kv import LagKV
 from kvpolicy.policies.methods.lazy_llm import LazyLLM
-from kvpolicy.policies.methods.method import Method
 from kvpolicy.policies.methods.prompt_distill import PromptDistill
 from kvpolicy.policies.methods.pyramid_infer import PyramidInfer
 from kvpolicy.policies.methods.pyramid_kv import PyramidKV
@@ -71,6 +68,17 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 from kvpolicy.policies.selectors.pyramid import PyramidSelector
 from kvpolicy.policies.selectors.sink_and_recent import SinkAndRecentSelector
+from kvpolicy.renamed import old_names
+
+# What methods are written with; nobody needs it to use them.
+__getattr__ = old_names(
+    __name__,
+    {
+        "EvictionMethod": "kvpolicy.policies.methods.eviction.EvictionMethod",
+        "Method": "kvpolicy.policies.methods.method.Method",
+        "documented": "kvpolicy.policies.documentation.documented",
+    },
+)
 
 __all__ = [
     "CLAA",
@@ -93,7 +101,6 @@ __all__ = [
     "CriticalSelector",
     "CrossLayerPropagation",
     "CurDKV",
-    "EvictionMethod",
     "ExpectedAttention",
     "ExpectedAttentionScorer",
     "FastKV",
@@ -117,7 +124,6 @@ __all__ = [
     "LazyLLM",
     "LeverageScorer",
     "MaxScorer",
-    "Method",
     "PassAllPropagation",
     "PeakAttentionScorer",
     "PromptDistill",
@@ -144,5 +150,4 @@ __all__ = [
     "WindowAttentionScorer",
     "WindowMaxPoolScorer",
     "WindowMeanPoolScorer",
-    "documented",
 ]

@@ -23,7 +23,8 @@ from kvpolicy import CachePolicy
 from kvpolicy.evaluation.comparison.accuracy import continuations
 from kvpolicy.evaluation.tasks.long_answers import KINDS, LongAnswerTask, load_model, right_steps
 from kvpolicy.evaluation.tasks.prompts import Prompt
-from kvpolicy.policies import FullContext, Method, SnapKV
+from kvpolicy.policies import FullContext, SnapKV
+from kvpolicy.policies.methods.method import Method
 
 FILE = "long_answers.json"
 # All methods with their defaults, and SnapKV with a window of a whole loop of 12 steps, with and

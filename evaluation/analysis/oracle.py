@@ -154,9 +154,10 @@ def most_of_heads(context: LayerContext, context_len: int, kernel_size: int) -> 
     most: Tensor | None = None
     for head in range(context.query_heads):
         keys = context.keys[0, head // group, :context_len].float()
-        scores = context.queries[0, head].float() @ keys.T * context.scaling
-        if context.softcap is not None:
-            scores = context.softcap * torch.tanh(scores / context.softcap)
+        scores = context.queries[0, head].float() @ keys.T * context.attention.scaling
+        softcap = context.attention.softcap
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         weights = torch.nn.functional.avg_pool1d(
             scores.softmax(dim=-1), kernel_size, stride=1, padding=kernel_size // 2
         )

@@ -13,8 +13,7 @@ from kvpolicy.decoding import DecodingEviction
 from kvpolicy.evaluation.comparison.variant import Variant, retention
 from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.nearest import said
-from kvpolicy.policies import Method
-from kvpolicy.policies.methods.method import under_tokens
+from kvpolicy.policies.methods.method import Method, under_tokens
 from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import Part, check_names, registered
 

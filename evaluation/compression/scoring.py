@@ -126,7 +126,7 @@ class _ShowingRestart(RestartPropagation):
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
         """Give the layer's saliency to the function, then choose tokens as the base class does."""
         assert saliency is not None
-        self.show(context.heads.mean(saliency)[0], context.layer_idx)
+        self.show(context.layer.heads.mean(saliency)[0], context.layer_idx)
         return super().propagate(saliency, context)
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvpolicy.context import LayerContext
 from kvpolicy.evaluation.cost.live_bytes import LiveBytes
 from kvpolicy.evaluation.cost.model_shape import LayerShape
+from kvpolicy.layer_inputs import AttentionSettings, LayerInputs
 from kvpolicy.part_calls import DeferredChecks, kept_by, saliency_of
 from kvpolicy.policy import CachePolicy
 from kvpolicy.rotary import PlainRotary
@@ -121,21 +122,23 @@ def _context(
         positions=positions,
         new_valid=torch.ones(1, key_len, dtype=torch.bool, device=device),
         seen_len=(key_len,),
-        scaling=layer.key_dim**-0.5,
-        history=tuple(
-            torch.rand(1, layer.query_heads, key_len, device=device)
-            for _ in range(min(policy.history_layers, place[0]))
+        attention=AttentionSettings(layer.key_dim**-0.5),
+        layer=LayerInputs(
+            rotary=PlainRotary(layer.key_dim) if policy.needs_rotary else None,
+            output_weight=weight,
+            history=tuple(
+                torch.rand(1, layer.query_heads, key_len, device=device)
+                for _ in range(min(policy.history_layers, place[0]))
+            ),
         ),
-        rotary=PlainRotary(layer.key_dim) if policy.needs_rotary else None,
-        output_weight=weight,
     )
 
 
 def _tensors(context: LayerContext) -> list[Tensor]:
     found = [context.keys, context.values, context.positions, context.new_valid]
     found += [context.queries] if context.query_len else []
-    weight = context.output_weight
-    return [*found, *context.history, *([] if weight is None else [weight])]
+    weight = context.layer.output_weight
+    return [*found, *context.layer.history, *([] if weight is None else [weight])]
 
 
 def _measured(policy: CachePolicy, context: LayerContext, *, scores: bool = True) -> int:

@@ -96,11 +96,11 @@ class AppliedPolicy:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.policy}{'' if self.is_applied else ', removed'}>"
 
-    def new_cache(self) -> PolicyCache:
+    def _new_cache(self) -> PolicyCache:
         """Make the cache of one `generate` call."""
         return PolicyCache(self.policy, self.storage, max_new_tokens=self.max_new_tokens)
 
-    def note(self, cache: PolicyCache) -> None:
+    def _note(self, cache: PolicyCache) -> None:
         """Remember the report of a call's cache, if reports are asked for."""
         if self._reports.maxlen:
             report = cache.report()
@@ -169,7 +169,7 @@ def apply_policy(
     check_count("reports", reports, minimum=0)
     owner = _generating(model)
     handle = AppliedPolicy(owner, policy, storage, max_new_tokens, reports)
-    with handle.new_cache().attached(model):  # raises an error if the policy cannot act on it
+    with handle._new_cache().attached(model):  # raises an error if the policy cannot act on it
         pass
     with _lock:
         before = _applied.get(owner)

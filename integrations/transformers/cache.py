@@ -37,6 +37,7 @@ from kvpolicy.integrations.transformers.state.report import CacheReport, held_in
 from kvpolicy.integrations.transformers.state.saving import SavedCache
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from kvpolicy.policy import CachePolicy
+from kvpolicy.renamed import Moved
 
 
 class PolicyCache(DispatchedCache):
@@ -140,7 +141,7 @@ class PolicyCache(DispatchedCache):
         """
         parts = ModelParts(model)
         check_adapters(model)
-        self.check_thread()
+        self._check_thread()
         if self._reader.attachment is not None:
             if self._reader.attachment.parts.decoder is not parts.decoder:
                 raise ValueError("model must be the one the cache is attached to, got another one")
@@ -172,7 +173,7 @@ class PolicyCache(DispatchedCache):
             self._reader.attachment = self._reader.facts = None
             self._reader.abandon_forward()
 
-    def check_thread(self) -> None:
+    def _check_thread(self) -> None:
         """Check that the cache is not attached in another thread.
 
         Raises:
@@ -326,11 +327,6 @@ class PolicyCache(DispatchedCache):
             self._reader.appends = before
 
     @property
-    def reader(self) -> ForwardDispatcher:
-        """The object that handles a model's forwards for the cache; not for users."""
-        return self._reader
-
-    @property
     def seen_lengths(self) -> tuple[int, ...]:
         """The number of tokens that the cache has read in each row, without padding."""
         return () if self._reader.tokens is None else tuple(self._reader.tokens.lengths.tolist())
@@ -347,6 +343,10 @@ class PolicyCache(DispatchedCache):
         self.__dict__.update(state)
         self.layers = self._reader.layers
         self._thread = threading.current_thread()
+
+    reader = Moved("_reader")
+    static = Moved("_static")
+    check_thread = Moved("_check_thread")
 
     # Changes that Transformers asks for between two forwards.
 

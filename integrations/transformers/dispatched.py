@@ -165,7 +165,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         self.update_recurrent_state(linear_cache, layer_idx)
 
     @property
-    def static(self) -> StaticDecoding | RollingDecoding | None:
+    def _static(self) -> StaticDecoding | RollingDecoding | None:
         """The fixed buffers into which an answer is being decoded; None if there are none."""
         return self._reader.fixed.buffers
 

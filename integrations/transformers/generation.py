@@ -60,20 +60,20 @@ def wrap_generate() -> None:
             cache = kwargs.get("past_key_values")
             applied = None if cache is not None or _drafts(kwargs) else applied_to(self)
             if applied is not None:
-                cache = applied.new_cache()
+                cache = applied._new_cache()
                 kwargs["past_key_values"] = cache
             if not isinstance(cache, PolicyCache):
                 _check_is_no_policy(cache)
                 return original(self, *args, **kwargs)
-            cache.check_thread()
+            cache._check_thread()
             turn = check_generation(self, cache, args, kwargs)
             with cache.attached(self), _masks_of_steps(self):
-                turn.given.check_same(cache.reader.tokens)
+                turn.given.check_same(cache._reader.tokens)
                 with turn.of(cache):
                     output = original(self, *args, **kwargs)
             turn.note_answer(cache, output)
             if applied is not None:
-                applied.note(cache)
+                applied._note(cache)
             return output
 
         generate._kvpolicy_wraps = original  # type: ignore[attr-defined]
@@ -137,7 +137,7 @@ class Turn:
                 "recurrent layers, from whose state draft tokens cannot be taken back"
             )
         prompt_end = self.given.context_len if self.in_parts else None
-        return cache.reader.new_turn(
+        return cache._reader.new_turn(
             prompt_end, may_be_static=self.may_be_static, unhooked=self.unhooked
         )
 
@@ -147,7 +147,7 @@ class Turn:
         first = self.given.context_len
         unknown = self.may_be_static or self.unhooked is not None
         if unknown and isinstance(sequences, Tensor) and first:
-            cache.reader.note_answer(sequences[:, self.given.ids_len :], first)
+            cache._reader.note_answer(sequences[:, self.given.ids_len :], first)
 
 
 class _StepMasks:
@@ -169,7 +169,7 @@ class _StepMasks:
     def __call__(self, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, PolicyCache):
-            return cache.reader.fixed.mask_of_step(kwargs.get("attention_mask"))
+            return cache._reader.fixed.mask_of_step(kwargs.get("attention_mask"))
         return self.original(**kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -252,9 +252,9 @@ def check_generation(
             stacklevel=3,
         )
     given = Given.of(args, kwargs)
-    given.check_continues(cache.reader.tokens)
+    given.check_continues(cache._reader.tokens)
     if config.prefill_chunk_size is not None:
-        _check_chunks(model, given, kwargs, config.prefill_chunk_size, cache.reader.seen)
+        _check_chunks(model, given, kwargs, config.prefill_chunk_size, cache._reader.seen)
     _check_model_keeps_cache(model, cache, config, given.context_len)
     alone = kwargs.get("custom_generate") is None and mode in (
         GenerationMode.GREEDY_SEARCH,

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvpolicy.budgets import Budget
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, PropagationPolicy
+from kvpolicy.layer_inputs import AttentionSettings, DecodingInputs, LayerInputs
 from kvpolicy.testing.declared import (
     check_acting_layers,
     check_passes,
@@ -27,6 +28,8 @@ def snapshot(context: LayerContext, *more: Tensor) -> list[object]:
     def copied(value: object) -> object:
         if isinstance(value, tuple):
             return [copied(each) for each in value]
+        if isinstance(value, (AttentionSettings, LayerInputs, DecodingInputs)):
+            return [copied(each) for each in attrs.asdict(value, recurse=False).values()]
         return (value.shape, value.flatten().tolist()) if isinstance(value, Tensor) else value
 
     fields = attrs.asdict(context, recurse=False).values()

@@ -22,7 +22,7 @@ def check_kept_counts(
 
     Args:
         component: The selector.
-        context: A layer without ``held_len``.
+        context: A layer without known counts.
         saliency: The saliency of its keys.
         kept: The indices that the selector keeps of it.
 

@@ -181,6 +181,9 @@ def check_tensor(name: str, value: object, dtype: torch.dtype, shape: Sequence[i
 
 
 def _check_asked(part: Part) -> None:
+    inner: object = part.inner_parts
+    parts = isinstance(inner, tuple) and all(isinstance(each, Part) for each in inner)
+    require(parts, f"inner_parts must return a tuple of parts, got {inner!r}")
     _require_count("history_layers", part.history_layers)
     _require_flag("needs_rotary", part.needs_rotary)
     _require_flag("needs_output_weight", part.needs_output_weight)

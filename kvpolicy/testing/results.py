@@ -11,6 +11,7 @@ from kvpolicy.attention import causal_attention_sums, group_mean
 from kvpolicy.context import LayerContext
 from kvpolicy.declarations import declares
 from kvpolicy.interfaces import KVSelector, Scorer
+from kvpolicy.layer_inputs import DecodingInputs
 from kvpolicy.selection import head_budgets, select_top
 from kvpolicy.testing.declared import require
 
@@ -25,7 +26,7 @@ def check_scored(component: Scorer, context: LayerContext, saliency: Tensor) -> 
         AssertionError: It is not so.
     """
     if declares(component, "scores_last_attention"):
-        expected = causal_attention_sums(context.showing(1))
+        expected = causal_attention_sums(context._showing(1))
         require(
             component.num_queries == 1 and _near(saliency, expected, context),
             "a scorer that declares scores_last_attention must look at one query, and score what "
@@ -85,7 +86,8 @@ def _second_part(component: Scorer, context: LayerContext) -> LayerContext:
     """Return a layer with only its later queries, and the scorer's state after the earlier ones."""
     count = context.new_len // 2
     first = slice(0, context.key_len - count)
-    kinds = None if context.kinds is None else context.kinds[:, :, first]
+    layer = attrs.evolve(context.layer, history=())
+    kinds = None if context._kinds is None else context._kinds[:, :, first]
     earlier = attrs.evolve(
         context,
         queries=context.queries[:, :, : context.query_len - count],
@@ -94,7 +96,7 @@ def _second_part(component: Scorer, context: LayerContext) -> LayerContext:
         positions=context.positions[:, :, first],
         new_valid=context.new_valid[:, : context.new_len - count],
         kinds=kinds,
-        history=(),
+        layer=layer,
         held_len=None,
     )
     _, state = component.update(earlier)
@@ -102,6 +104,6 @@ def _second_part(component: Scorer, context: LayerContext) -> LayerContext:
         context,
         queries=context.queries[:, :, context.query_len - count :],
         new_valid=context.new_valid[:, context.new_len - count :],
-        state=pad(state, (0, 0, 0, count)),
-        history=(),
+        layer=layer,
+        decoding=DecodingInputs(pad(state, (0, 0, 0, count))),
     )

@@ -49,7 +49,7 @@ class _ThreadHeads(HeadShare):
 def _shares_of(context: LayerContext) -> list[LayerContext]:
     """Split a layer context into one per KV head, as separate tensor-parallel processes see it."""
     group = context.query_heads // context.kv_heads
-    meeting, weight = _Meeting(context.kv_heads), context.output_weight
+    meeting, weight = _Meeting(context.kv_heads), context.layer.output_weight
     shares = []
     for index in range(context.kv_heads):
         used = int(context.valid[:, index].sum(dim=-1).max())
@@ -61,10 +61,15 @@ def _shares_of(context: LayerContext) -> list[LayerContext]:
             keys=context.keys[:, head, slots],
             values=context.values[:, head, slots],
             positions=context.positions[:, head, slots],
-            kinds=None if context.kinds is None else context.kinds[:, head, slots],
-            heads=_ThreadHeads(index, context.kv_heads, meeting),
-            history=tuple(each.chunk(context.kv_heads, dim=1)[index] for each in context.history),
-            output_weight=None if weight is None else weight.chunk(context.kv_heads)[index],
+            kinds=None if context._kinds is None else context._kinds[:, head, slots],
+            layer=attrs.evolve(
+                context.layer,
+                heads=_ThreadHeads(index, context.kv_heads, meeting),
+                output_weight=None if weight is None else weight.chunk(context.kv_heads)[index],
+                history=tuple(
+                    each.chunk(context.kv_heads, dim=1)[index] for each in context.layer.history
+                ),
+            ),
         )
         shares.append(share)
     return shares
@@ -77,8 +82,8 @@ def _run(shares: list[LayerContext], function: Callable[[LayerContext], Result])
         try:
             return function(share)
         except BaseException:
-            assert isinstance(share.heads, _ThreadHeads)
-            share.heads.meeting.barrier.abort()  # or the others would wait for ever
+            assert isinstance(share.layer.heads, _ThreadHeads)
+            share.layer.heads.meeting.barrier.abort()  # or the others would wait for ever
             raise
 
     with ThreadPoolExecutor(len(shares)) as pool:
@@ -91,8 +96,8 @@ def _run(shares: list[LayerContext], function: Callable[[LayerContext], Result])
 
 def _own(saliency: Tensor, share: LayerContext) -> Tensor:
     """Return the slice of a layer's saliency for the heads of one process."""
-    heads = saliency.shape[1] // share.heads.shares
-    first = share.heads.share * heads
+    heads = saliency.shape[1] // share.layer.heads.shares
+    first = share.layer.heads.share * heads
     return saliency[:, first : first + heads, saliency.shape[2] - share.key_len :].clone()
 
 
@@ -120,7 +125,7 @@ def check_scores_in_shares(
         require(
             difference <= tolerance * max(float(whole[tokens].abs().max()), 1.0),
             "a KV head in a process of its own must score as in the whole layer, head "
-            f"{share.heads.share} differs by {difference}; see context.heads",
+            f"{share.layer.heads.share} differs by {difference}; see context.layer.heads",
         )
 
 
@@ -145,7 +150,7 @@ def check_kept_in_shares(
             require(
                 here == whole,
                 f"a KV head in a process of its own must keep what it keeps in the whole layer, "
-                f"head {index} keeps {here} instead of {whole}; see context.heads",
+                f"head {index} keeps {here} instead of {whole}; see context.layer.heads",
             )
 
 
@@ -167,7 +172,7 @@ def kept_in_shares(
     of_heads = list(zip(*shares, strict=True))
 
     def choose(first: LayerContext) -> list[Tensor]:
-        head = first.heads.share
+        head = first.layer.heads.share
         return selector.select_together([each[head] for each in own], list(of_heads[head]))
 
     found = _run(shares[0], choose)
@@ -201,5 +206,5 @@ def check_passed_in_shares(
             each is passed if each is None or passed is None else torch.equal(each, passed),
             "all processes of a tensor-parallel model must pass on the same tokens, but that of "
             f"head {index} passes on {each} instead of {passed}; take means over heads by "
-            "context.heads.mean",
+            "context.layer.heads.mean",
         )

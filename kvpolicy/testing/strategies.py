@@ -14,6 +14,7 @@ from torch import Tensor
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Part
 from kvpolicy.kinds import TokenKind
+from kvpolicy.layer_inputs import AttentionSettings, LayerInputs
 from kvpolicy.rotary import PlainRotary
 from kvpolicy.testing.draws import Draws, strategy_of
 
@@ -94,15 +95,17 @@ def draw_context(
         positions=positions,
         new_valid=new_valid,
         seen_len=tuple(seen),
-        scaling=head_dim**-0.5,
+        attention=AttentionSettings(head_dim**-0.5),
         kinds=_draw_kinds(draws, positions),
-        # In steps of which sums are the same in any order.
-        history=tuple(
-            torch.randint(1 << 12, (batch, heads, new_len), generator=generator) / (1 << 12)
-            for _ in range(before)
+        layer=LayerInputs(
+            # In steps of which sums are the same in any order.
+            history=tuple(
+                torch.randint(1 << 12, (batch, heads, new_len), generator=generator) / (1 << 12)
+                for _ in range(before)
+            ),
+            rotary=PlainRotary(head_dim) if turns else None,
+            output_weight=normal(kv_heads * group, head_dim, HIDDEN) if weighs else None,
         ),
-        rotary=PlainRotary(head_dim) if turns else None,
-        output_weight=normal(kv_heads * group, head_dim, HIDDEN) if weighs else None,
     )
 
 
@@ -162,7 +165,7 @@ def row_alone(context: LayerContext, row: int) -> LayerContext:
     new = int(context.new_valid[row].sum())
     keys = slice(context.key_len - held, None)
     queries = slice(max(context.query_len - new, 0), None)
-    stored = context.stored
+    stored, kinds = context._stored, context._kinds
     if stored is not None:
         stored = (
             stored[0][row : row + 1, :, keys].clone(),
@@ -174,11 +177,15 @@ def row_alone(context: LayerContext, row: int) -> LayerContext:
         keys=context.keys[row : row + 1, :, keys].clone(),
         values=context.values[row : row + 1, :, keys].clone(),
         positions=context.positions[row : row + 1, :, keys].clone(),
-        kinds=None if context.kinds is None else context.kinds[row : row + 1, :, keys].clone(),
+        kinds=None if kinds is None else kinds[row : row + 1, :, keys].clone(),
         new_valid=context.new_valid[row : row + 1, context.new_len - new :].clone(),
         seen_len=context.seen_len[row : row + 1],
         stored=stored,
-        history=tuple(
-            each[row : row + 1, :, context.new_len - new :].clone() for each in context.history
+        layer=attrs.evolve(
+            context.layer,
+            history=tuple(
+                each[row : row + 1, :, context.new_len - new :].clone()
+                for each in context.layer.history
+            ),
         ),
     )

@@ -57,7 +57,7 @@ def _draw_layers(draws: Draws, context: LayerContext) -> list[tuple[Tensor, Laye
             new_valid=context.new_valid[:, -(context.key_len - first) :],
             layer_idx=index,
             num_layers=3,
-        ).outlined()
+        )._outlined()
         found.append((draw_saliency(draws, layer), layer))
     return found
 
@@ -102,7 +102,7 @@ def check_together(
         require(
             found == whole,
             f"a KV head in a process of its own must keep what it keeps in the whole model, head "
-            f"{index} keeps {found} instead of {whole}; see context.heads",
+            f"{index} keeps {found} instead of {whole}; see context.layer.heads",
         )
     if larger is not None:
         more = larger.select_together(scores, contexts)

@@ -125,10 +125,11 @@ class AgreementPropagation(PropagationPolicy):
     def _acts(self, best: Tensor, budgets: Sequence[int], context: LayerContext) -> Tensor:
         """Mark the batch rows that drop tokens after this layer: bool ``[batch]``."""
         last = context.layer_idx == max(self.acting_layers(context.num_layers))
-        if last or not context.history:
+        if last or not context.layer.history:
             return torch.full((context.batch,), last, device=best.device)
         valid, protected = context.new_valid[:, None], self.protected(context)[:, None]
-        earlier = self._best(context.heads.mean(context.history[-1]), budgets, valid, protected)
+        before = context.layer.heads.mean(context.layer.history[-1])
+        earlier = self._best(before, budgets, valid, protected)
         free = ~protected[:, 0]
         same, chosen = (best & earlier & free).sum(dim=1), (best & free).sum(dim=1)
         return same >= self.agreement * chosen

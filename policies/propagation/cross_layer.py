@@ -76,12 +76,12 @@ class CrossLayerPropagation(TokenSelectivePropagation):
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
         """Return each new token's score: its largest saliency in any of the layers."""
         own = saliency[..., context.key_len - context.new_len :]
-        before = context.history[max(len(context.history) - self.history_layers, 0) :]
+        before = context.layer.history[max(len(context.layer.history) - self.history_layers, 0) :]
         per_head = [group_mean(each, context.kv_heads) for each in (*before, own)]
         if self.standardize:
             scored = context.new_valid & ~context.is_new_tail(self.window_size)
             per_head = [standardized(each, scored[:, None]) for each in per_head]
         if self.reduction == "mean":
-            return torch.stack([context.heads.mean(each) for each in per_head]).mean(dim=0)
+            return torch.stack([context.layer.heads.mean(each) for each in per_head]).mean(dim=0)
         largest = torch.stack(per_head).amax(dim=0)  # of layers, [batch, kv_heads, new_len]
-        return context.heads.gather(largest).amax(dim=1)
+        return context.layer.heads.gather(largest).amax(dim=1)

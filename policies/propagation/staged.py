@@ -93,19 +93,9 @@ class StagedPropagation(PropagationPolicy):
         return any(stage.decides_by_content for stage in self.stages)
 
     @property
-    def history_layers(self) -> int:
-        """The largest number of earlier layers whose saliency a combined policy reads."""
-        return max(stage.history_layers for stage in self.stages)
-
-    @property
-    def needs_rotary(self) -> bool:
-        """True if any of the combined policies needs the rotary embedding."""
-        return any(stage.needs_rotary for stage in self.stages)
-
-    @property
-    def needs_output_weight(self) -> bool:
-        """True if any of the combined policies reads the output weights."""
-        return any(stage.needs_output_weight for stage in self.stages)
+    def inner_parts(self) -> tuple[PropagationPolicy, ...]:
+        """The combined policies."""
+        return self.stages
 
     def protected(self, context: LayerContext) -> Tensor:
         """Mark the tokens protected by the combined policy that acts at this layer."""

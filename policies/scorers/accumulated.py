@@ -50,8 +50,8 @@ class AccumulatedAttentionScorer(Scorer):
     def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Add new queries' attention to each key's sum; return the sums as saliency and state."""
         sums = group_mean(causal_attention_sums(context), context.kv_heads)
-        if context.state is not None:
-            sums = sums + context.state[..., 0]
+        if context.decoding.state is not None:
+            sums = sums + context.decoding.state[..., 0]
         return sums, sums[..., None]
 
     def score(self, context: LayerContext) -> Tensor:

@@ -66,7 +66,7 @@ class BlockProductScorer(Scorer):
         block_size = self.unit_size * self.block_units
         blocks = -(-max(context.seen_len) // block_size)
         units = _unit_means(products, context, self.unit_size, blocks * self.block_units)
-        strength = context.heads.mean(units.abs())
+        strength = context.layer.heads.mean(units.abs())
         of_blocks = strength.reshape(-1, blocks, self.block_units).amax(dim=2)
         at = context.positions.clamp(min=0) // block_size
         return of_blocks[:, None].expand(-1, context.kv_heads, -1).gather(-1, at)

@@ -60,8 +60,8 @@ class ChunkMeanScorer(WrappingScorer):
         # chunks in every process that has a share of the heads.
         count = -(-max(context.seen_len) // self.chunk_length)
         shown = saliency.masked_fill(~scored.repeat_interleave(group, dim=1), 0.0)
-        sums = context.heads.mean(_sums(shown, chunks.repeat_interleave(group, dim=1), count))
-        held = context.heads.mean(_sums(scored.to(shown.dtype), chunks, count))
+        sums = context.layer.heads.mean(_sums(shown, chunks.repeat_interleave(group, dim=1), count))
+        held = context.layer.heads.mean(_sums(scored.to(shown.dtype), chunks, count))
         means = sums / held.masked_fill(held == 0, 1.0)
         of_heads = means[:, None].expand(-1, context.kv_heads, -1)
         return of_heads.gather(-1, chunks).masked_fill(~scored, 0.0)

@@ -77,22 +77,22 @@ class ExpectedAttentionScorer(Scorer):
 
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
-        assert context.rotary is not None
+        assert context.layer.rotary is not None
         positions = context.query_places
         start = context.positions[:, 0, -1] + 1  # the last slot is every row's last token
-        turn = mean_rotation(context.rotary, start, self.future_len, context.keys.shape[3])
+        turn = mean_rotation(context.layer.rotary, start, self.future_len, context.keys.shape[3])
         scored = context.valid & (context.positions >= self.num_sinks)
         group = context.query_heads // context.kv_heads
         shares = torch.zeros(context.positions.shape, device=context.keys.device)
         for head in range(context.kv_heads):  # one at a time: queries are held in float32
             queries = context.queries[:, head * group : (head + 1) * group].float()
-            queries = context.rotary.turned_back(queries, positions[:, None])
+            queries = context.layer.rotary.turned_back(queries, positions[:, None])
             mean, covariance = _statistics(queries, positions >= self.num_sinks)
             mean, covariance = (
                 mean @ turn,
                 turn.transpose(1, 2)[:, None] @ covariance @ turn[:, None],
             )
-            keys = context.keys[:, head].float() * context.scaling
+            keys = context.keys[:, head].float() * context.attention.scaling
             logits = mean @ keys.transpose(1, 2)  # [batch, group, key_len]
             for index in range(group):
                 logits[:, index] += ((keys @ covariance[:, index]) * keys).sum(dim=-1) / 2

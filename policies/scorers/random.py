@@ -39,7 +39,7 @@ class RandomScorer(Scorer):
         """Return the saliency ``[batch, kv_heads, key_len]`` in [0, 1); see `Scorer.score`."""
         # Splitmix64 of the token's coordinates: the same on every device, in any batch.
         heads = torch.arange(context.kv_heads, device=context.positions.device)[:, None]
-        heads = heads + context.heads.share * context.kv_heads
+        heads = heads + context.layer.heads.share * context.kv_heads
         state = context.positions + (heads << 40) + (context.layer_idx << 52)
         state = state + _signed((self.seed + 1) * 0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

@@ -85,7 +85,7 @@ class RedundancyScorer(Scorer):
         """Return the last tokens' attention to earlier ones, ``[batch, kv_heads, before]``."""
         products = query_key_products(context.queries, context.keys[:, :, :before])
         grouped = products.view(context.batch, context.kv_heads, -1, *products.shape[2:])
-        highest = grouped.amax(dim=2) * context.scaling
+        highest = grouped.amax(dim=2) * context.attention.scaling
         weights = _softmax(highest, context.valid[:, :, None, :before])
         real = context.query_valid[:, None, :, None]
         mean = (weights * real).sum(dim=2) / real.sum(dim=2).clamp(min=1)

@@ -73,10 +73,10 @@ class LeverageScorer(Scorer):
 
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
-        assert context.rotary is not None
+        assert context.layer.rotary is not None
         tail, first = context.is_tail(self.window_size), context.is_first(self.num_sinks)
         scored = context.valid & ~tail & ~first
-        keys = context.rotary.turned_back(context.keys.float(), context.positions)
+        keys = context.layer.rotary.turned_back(context.keys.float(), context.positions)
         sketch = self._sketch(context).double()
         of_heads = [
             _leverage(keys[:, head], scored[:, head, :, None], sketch)

@@ -72,7 +72,7 @@ class WeightedTailScorer(Scorer):
         """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         lens = tail_lens(context, self.recent_rate)
         longest = min(max(lens), context.query_len)
-        tail = context.showing(longest)
+        tail = context._showing(longest)
         weights = torch.zeros(context.batch, longest, device=context.keys.device)
         for row, length in enumerate(lens):
             shown = min(length, longest)

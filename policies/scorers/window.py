@@ -99,10 +99,10 @@ class WindowMaxPoolScorer(_PooledWindowScorer):
         attention = super()._observed(context)
         if not self.group_first:
             return attention
-        if context.stored is None:
+        if context._stored is None:
             return group_mean(attention, context.kv_heads)
         # All heads read what is stored: they are one group, in whatever process they are.
-        return context.heads.mean(attention)[:, None].expand(-1, context.kv_heads, -1)
+        return context.layer.heads.mean(attention)[:, None].expand(-1, context.kv_heads, -1)
 
     def _pooled(self, attention: Tensor) -> Tensor:
         # Padding lies on the left with attention 0, which never wins the maximum of a token's

@@ -39,19 +39,9 @@ class WrappingScorer(Scorer):
         return self.scorer.state_size
 
     @property
-    def history_layers(self) -> int:
-        """The number of earlier layers whose saliency the wrapped scorer reads."""
-        return self.scorer.history_layers
-
-    @property
-    def needs_rotary(self) -> bool:
-        """True if the wrapped scorer needs the rotary embedding."""
-        return self.scorer.needs_rotary
-
-    @property
-    def needs_output_weight(self) -> bool:
-        """True if the wrapped scorer reads the output weights."""
-        return self.scorer.needs_output_weight
+    def inner_parts(self) -> tuple[Scorer, ...]:
+        """The wrapped scorer."""
+        return (self.scorer,)
 
     def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Update the wrapped scorer's state and change its saliency; see `Scorer.update`."""

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from kvpolicy.attention import group_mean
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
-from kvpolicy.host_counts import on_device
+from kvpolicy.host_counts import held_counts, on_device
 from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
@@ -68,18 +68,19 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
         Heads that keep fewer than others are filled with -1 on the left.
         """
         assert saliency is not None
-        if context.unpadded and context.heads.shares == 1 and self._protects_by_slot(context):
+        heads = context.layer.heads
+        if context._unpadded and heads.shares == 1 and self._protects_by_slot(context):
             return self._selected(group_mean(saliency, context.kv_heads), context)
-        scores = context.heads.gather(group_mean(saliency, context.kv_heads))
-        valid = context.heads.gather(context.valid)
-        protected = context.heads.gather(self.protected(context))
+        scores = heads.gather(group_mean(saliency, context.kv_heads))
+        valid = heads.gather(context.valid)
+        protected = heads.gather(self.protected(context))
         own, shared = self._places(context.seen_len, protected)
         candidates = valid & ~protected
         taken = candidates & (ranks(scores, candidates) < own[:, None, None])
         rest = candidates & ~taken
         places = ranks(scores.flatten(1), rest.flatten(1)).view_as(rest)  # over all heads
         chosen = protected | taken | (rest & (places < shared[:, None, None]))
-        first = context.heads.share * context.kv_heads
+        first = heads.share * context.kv_heads
         here = chosen[:, first : first + context.kv_heads, chosen.shape[2] - context.key_len :]
         return compress(here, int(here.sum(dim=-1).max()))
 
@@ -93,7 +94,7 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
 
     def _protects_by_slot(self, context: LayerContext) -> bool:
         """True if the protected tokens are the first slots and the last, and are not all."""
-        whole = not self.protect or context.held_len == context.seen_len
+        whole = not self.protect or held_counts(context) == context.seen_len
         own = type(self).protected is KVSelector.protected
         alike = len(set(context.seen_len)) == 1
         return whole and own and alike and self.protect + self.window_size < context.key_len

@@ -102,7 +102,7 @@ def output_norms(context: LayerContext) -> Tensor:
     Raises:
         ValueError: The layer shows no output weights.
     """
-    weight = context.output_weight
+    weight = context.layer.output_weight
     if weight is None:
         raise ValueError(
             "output_weight of a layer must be shown to weigh values by it, got None at layer "

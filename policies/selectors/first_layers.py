@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpolicy.budgets import Budget
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
-from kvpolicy.host_counts import known_counts
+from kvpolicy.host_counts import held_counts, known_counts
 from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
@@ -76,7 +76,7 @@ class FirstLayersWholeSelector(WrappingSelector):
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """Return how many tokens of each row this layer keeps: all of them in the first layers."""
         whole = self._is_whole(context)
-        return context.held_len if whole else known_counts(self.selector, context)
+        return held_counts(context) if whole else known_counts(self.selector, context)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy.budgets import Budget
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
-from kvpolicy.host_counts import known_counts
+from kvpolicy.host_counts import held_counts, known_counts
 from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.policies.selectors.wrapping import WrappingSelector
@@ -119,7 +119,7 @@ class FirstTokensWholeSelector(WrappingSelector):
         seen_len = tuple(max(each - self.whole_tokens, 0) for each in context.seen_len)
         # Where some tokens are not held, so may be some of the first; and a selector that protects
         # first tokens would take those behind for them, since as many are held as it hears of.
-        whole = context.held_len == context.seen_len and not self.selector.protected_first
+        whole = held_counts(context) == context.seen_len and not self.selector.protected_first
         return attrs.evolve(
             context,
             positions=context.positions.masked_fill(context.is_first(self.whole_tokens), -1),

@@ -106,11 +106,11 @@ class _Layer:
     ) -> _Layer:
         """Gather one layer's saliency from all tensor-parallel processes onto one device."""
         parts = (group_mean(saliency, context.kv_heads), context.valid, protected)
-        return _Layer(*(context.heads.gather(part).to(device) for part in parts))
+        return _Layer(*(context.layer.heads.gather(part).to(device) for part in parts))
 
     def kept(self, taken: Tensor, context: LayerContext) -> Tensor:
         """Return the token indices that this process's heads keep, from a mask for all heads."""
         chosen = self.protected | taken.view_as(self.protected)
-        first = context.heads.share * context.kv_heads
+        first = context.layer.heads.share * context.kv_heads
         here = chosen[:, first : first + context.kv_heads, chosen.shape[2] - context.key_len :]
         return compress(here, int(here.sum(dim=-1).max())).to(context.keys.device)

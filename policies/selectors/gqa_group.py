@@ -12,7 +12,7 @@ from kvpolicy.attention import group_mean
 from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
-from kvpolicy.host_counts import counts_under, known_counts, protected_counts
+from kvpolicy.host_counts import counts_under, held_counts, known_counts, protected_counts
 from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
 from kvpolicy.selection import head_budgets, select_between, select_top
@@ -96,8 +96,8 @@ class GQAGroupSelector(KVSelector):
 
         In a later turn, the first tokens of a context may be gone.
         """
-        whole = not self.protect or context.held_len == context.seen_len
-        counts = known_counts(self, context) if context.unpadded and whole else None
+        whole = not self.protect or held_counts(context) == context.seen_len
+        counts = known_counts(self, context) if context._unpadded and whole else None
         own = type(self).protected is KVSelector.protected
         if counts is None or not own or len(set(counts)) > 1:
             return None

@@ -6,7 +6,7 @@ import attrs
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
-from kvpolicy.host_counts import known_counts
+from kvpolicy.host_counts import held_counts, known_counts
 from kvpolicy.interfaces import KVSelector
 from kvpolicy.selection import compress
 
@@ -37,7 +37,7 @@ class KeepAllSelector(KVSelector):
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """Return the number of tokens in each row; see `KVSelector.kept_counts`."""
-        return context.held_len
+        return held_counts(context)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return the indices of all tokens; see `KVSelector.select`."""

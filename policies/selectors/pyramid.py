@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.attention import group_mean
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
-from kvpolicy.host_counts import known_counts, protected_counts
+from kvpolicy.host_counts import held_counts, known_counts, protected_counts
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
 from kvpolicy.selection import select_top
@@ -93,9 +93,10 @@ class PyramidSelector(SharedBudgetSelector):
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """Return how many tokens of each row this layer's budget lets every head keep."""
         fixed = protected_counts(context, tail=self.protected_tail, first=self.protected_first)
-        if context.held_len is None or fixed is None or any(len(set(each)) > 1 for each in fixed):
+        held = held_counts(context)
+        if held is None or fixed is None or any(len(set(each)) > 1 for each in fixed):
             return None
-        rows = zip(context.seen_len, context.held_len, fixed, strict=True)
+        rows = zip(context.seen_len, held, fixed, strict=True)
         return tuple(self._of_layer(context, seen, held, most) for seen, held, (_, most) in rows)
 
     def _of_layer(self, context: LayerContext, seen: int, held: int, protected: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
-from kvpolicy.host_counts import counts_under, known_counts, protected_counts
+from kvpolicy.host_counts import counts_under, held_counts, known_counts, protected_counts
 from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
 from kvpolicy.selection import head_budgets, select_top
@@ -99,6 +99,6 @@ class SinkAndRecentSelector(KVSelector):
 
     def _by_slots(self, context: LayerContext, counts: tuple[int, ...]) -> bool:
         """True if slots alone say what is kept: no padding, and no protected token has gone."""
-        held = self.protect <= self.num_sinks or context.held_len == context.seen_len
+        held = self.protect <= self.num_sinks or held_counts(context) == context.seen_len
         own = type(self).protected is SinkAndRecentSelector.protected
-        return context.unpadded and held and own and len(set(counts)) == 1
+        return context._unpadded and held and own and len(set(counts)) == 1

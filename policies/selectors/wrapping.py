@@ -21,19 +21,9 @@ class WrappingSelector(KVSelector):
         check_kind("selector", self.selector, KVSelector)
 
     @property
-    def history_layers(self) -> int:
-        """The number of earlier layers whose saliency the wrapped selector reads."""
-        return self.selector.history_layers
-
-    @property
-    def needs_rotary(self) -> bool:
-        """True if the wrapped selector needs the rotary embedding."""
-        return self.selector.needs_rotary
-
-    @property
-    def needs_output_weight(self) -> bool:
-        """True if the wrapped selector reads the output weights."""
-        return self.selector.needs_output_weight
+    def inner_parts(self) -> tuple[KVSelector, ...]:
+        """The wrapped selector."""
+        return (self.selector,)
 
     @property
     def needs_saliency(self) -> bool:

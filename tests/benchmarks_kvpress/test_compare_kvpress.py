@@ -27,6 +27,7 @@ from sidebyside.timing import peak_memory, timed_turn
 from transformers import PreTrainedModel
 
 from kvpolicy import LayerContext
+from kvpolicy.layer_inputs import AttentionSettings
 from tests.reference import random_tokens, tiny_model
 
 METHODS = ("snapkv", "streaming_llm", "h2o", "tova", "key_diff", "pyramid_kv")
@@ -225,7 +226,7 @@ def context(keys: torch.Tensor, queries: torch.Tensor, layer_idx: int = 0) -> La
         positions=torch.arange(length).expand(1, keys.shape[1], length),
         new_valid=torch.ones(1, length, dtype=torch.bool),
         seen_len=(length,),
-        scaling=0.5,
+        attention=AttentionSettings(0.5),
     )
 
 

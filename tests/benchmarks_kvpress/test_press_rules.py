@@ -13,6 +13,7 @@ from sidebyside.press_selectors import (
 from torch import Tensor
 
 from kvpolicy import LayerContext
+from kvpolicy.layer_inputs import AttentionSettings, LayerInputs
 from kvpolicy.rotary import PlainRotary, RotaryEmbedding
 
 
@@ -29,9 +30,8 @@ def context(
         positions=torch.arange(length).expand(1, 2, length),
         new_valid=torch.ones(1, length, dtype=torch.bool),
         seen_len=(length,),
-        scaling=0.5,
-        output_weight=output_weight,
-        rotary=rotary,
+        attention=AttentionSettings(0.5),
+        layer=LayerInputs(rotary=rotary, output_weight=output_weight),
     )
 
 

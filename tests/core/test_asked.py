@@ -1,15 +1,19 @@
 """What parts may ask for of a layer: who is shown it, and at which layers it is made."""
 
+from typing import Any
+
 import attrs
 import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy import CachePolicy, DecodingEviction, LayerContext, RotaryEmbedding
+from kvpolicy import CachePolicy, DecodingEviction, LayerContext, RotaryEmbedding, Scorer
 from kvpolicy.errors import ShapeError
+from kvpolicy.layer_inputs import AttentionSettings, LayerInputs
 from kvpolicy.policies import (
     GQAGroupSelector,
     KeepAllSelector,
+    KeyNormScorer,
     MaxScorer,
     PassAllPropagation,
     RestartPropagation,
@@ -20,6 +24,7 @@ from kvpolicy.policies import (
 )
 from kvpolicy.rotary import PlainRotary
 from kvpolicy.testing import check_propagation, check_scorer, check_selector
+from tests.contexts import with_layer
 from tests.integrations.support.asking import (
     CarriedOnScorer,
     LargestOfLayers,
@@ -45,10 +50,12 @@ def context_of(layer_idx: int = 2, history: int = 3) -> LayerContext:
         positions=torch.arange(11).expand(2, 2, -1),
         new_valid=torch.ones(2, 11, dtype=torch.bool),
         seen_len=(11, 11),
-        scaling=0.4,
-        history=tuple(normal(2, 6, 11).abs() for _ in range(history)),
-        rotary=PlainRotary(6),
-        output_weight=normal(6, 6, 13),
+        attention=AttentionSettings(0.4),
+        layer=LayerInputs(
+            history=tuple(normal(2, 6, 11).abs() for _ in range(history)),
+            rotary=PlainRotary(6),
+            output_weight=normal(6, 6, 13),
+        ),
     )
 
 
@@ -91,24 +98,35 @@ def test_a_part_is_shown_what_it_declares(
     scorer, context = kind(2), context_of()
     CachePolicy(scorer, GQAGroupSelector(0.5), PassAllPropagation()).decide(context)
     (shown,) = scorer.shown
-    assert len(shown.history) == history
-    for own, given in zip(shown.history, context.history[3 - history :], strict=True):
+    assert len(shown.layer.history) == history
+    for own, given in zip(shown.layer.history, context.layer.history[3 - history :], strict=True):
         assert own is given
-    assert (shown.rotary is context.rotary) is rotary
-    assert (shown.output_weight is context.output_weight) is weight
-    assert (shown.rotary is None, shown.output_weight is None) == (not rotary, not weight)
+    assert (shown.layer.rotary is context.layer.rotary) is rotary
+    assert (shown.layer.output_weight is context.layer.output_weight) is weight
+    assert (shown.layer.rotary is None, shown.layer.output_weight is None) == (
+        not rotary,
+        not weight,
+    )
 
 
 @attrs.frozen
 class Undeclared(GQAGroupSelector):
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        assert (context.history, context.rotary, context.output_weight) == ((), None, None)
+        assert (context.layer.history, context.layer.rotary, context.layer.output_weight) == (
+            (),
+            None,
+            None,
+        )
         return super().select(saliency, context)
 
 
 class UndeclaredDrop(TokenSelectivePropagation):
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        assert (context.history, context.rotary, context.output_weight) == ((), None, None)
+        assert (context.layer.history, context.layer.rotary, context.layer.output_weight) == (
+            (),
+            None,
+            None,
+        )
         return super().propagate(saliency, context)
 
 
@@ -134,14 +152,14 @@ class OfTheseHeads(RememberingSelector):
     """Means of history over the heads of one process, and all of its slots."""
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        own = tuple(each[:, :1] for each in context.history)
-        return super().select(saliency, attrs.evolve(context, history=own))
+        own = tuple(each[:, :1] for each in context.layer.history)
+        return super().select(saliency, with_layer(context, history=own))
 
 
 class ReadsPadding(CarriedOnScorer):
     def score(self, context: LayerContext) -> Tensor:
-        wrong = tuple(each / each.sum(dim=-1, keepdim=True) for each in context.history)
-        return super().score(attrs.evolve(context, history=wrong))
+        wrong = tuple(each / each.sum(dim=-1, keepdim=True) for each in context.layer.history)
+        return super().score(with_layer(context, history=wrong))
 
 
 class ByColumns(TurnedBackScorer):
@@ -152,9 +170,9 @@ class ByColumns(TurnedBackScorer):
 
 class WeighsTheFirstHead(OutputScorer):
     def score(self, context: LayerContext) -> Tensor:
-        assert context.output_weight is not None
-        first = context.output_weight[:1].expand_as(context.output_weight)
-        return super().score(attrs.evolve(context, output_weight=first))
+        assert context.layer.output_weight is not None
+        first = context.layer.output_weight[:1].expand_as(context.layer.output_weight)
+        return super().score(with_layer(context, output_weight=first))
 
 
 def test_the_contract_finds_what_is_wrong() -> None:
@@ -168,7 +186,7 @@ def test_the_contract_finds_what_is_wrong() -> None:
 
 class ChangesHistory(CarriedOnScorer):
     def score(self, context: LayerContext) -> Tensor:
-        for each in context.history:
+        for each in context.layer.history:
             each.mul_(2.0)
         return super().score(context)
 
@@ -228,7 +246,7 @@ def test_a_saliency_is_made_where_it_is_remembered() -> None:
     context = context_of(1)
     decision = policy.decide(context, remembered=True)
     assert decision.saliency is not None
-    torch.testing.assert_close(decision.saliency, scorer.score(context.showing(8)))
+    torch.testing.assert_close(decision.saliency, scorer.score(context._showing(8)))
     torch.testing.assert_close(policy.score(context), decision.saliency)
     assert decision.passed_on is None
     assert policy.decide(context_of(2)).passed_on is not None
@@ -239,7 +257,7 @@ def test_the_largest_of_the_layers_goes_on() -> None:
     context = context_of()
     history = torch.zeros(2, 6, 11)
     history[:, :, 4] = 100.0
-    context = attrs.evolve(context, history=(torch.zeros_like(history), history))
+    context = with_layer(context, history=(torch.zeros_like(history), history))
     part = LargestOfLayers(tsp_tokens=4, tsp_rate=None, window_size=3, layers=(2,))
     policy = CachePolicy(WindowMaxPoolScorer(3, 1), KeepAllSelector(), part)
     passed = policy.decide(context).passed_on
@@ -277,7 +295,7 @@ def test_a_restart_looks_back_too() -> None:
         history_layers = 1
 
         def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-            (before,) = context.history
+            (before,) = context.layer.history
             return super().propagate(before, context)
 
     policy = CachePolicy(WindowMaxPoolScorer(1, 1), KeepAllSelector(), Back(2, 0.3))
@@ -285,24 +303,26 @@ def test_a_restart_looks_back_too() -> None:
     context = context_of()
     chosen = policy.decide_restart(context)
     assert chosen is not None
-    own = RestartPropagation(2, 0.3).propagate(context.history[-1], context)
+    own = RestartPropagation(2, 0.3).propagate(context.layer.history[-1], context)
     assert torch.equal(chosen, own)
 
 
 def test_axes_are_checked() -> None:
     context = context_of()
     with pytest.raises(ShapeError, match="history must hold tensors"):
-        attrs.evolve(context, history=(torch.zeros(2, 6, 10),))
+        with_layer(context, history=(torch.zeros(2, 6, 10),))
     with pytest.raises(ShapeError, match="output_weight must be"):
-        attrs.evolve(context, output_weight=torch.zeros(2, 6, 13))
+        with_layer(context, output_weight=torch.zeros(2, 6, 13))
 
 
 def test_a_selector_of_what_is_stored_gets_the_mean_of_all_heads() -> None:
     context = context_of()
     stored = (torch.zeros(2, 1, 11, 4), torch.zeros(2, 1, 11, 2))
-    shown = attrs.evolve(context, stored=stored).for_selector()
-    torch.testing.assert_close(shown.history[0], context.history[0].mean(dim=1, keepdim=True))
-    assert (shown.rotary, shown.output_weight) == (None, None)
+    shown = attrs.evolve(context, stored=stored)._for_selector()
+    torch.testing.assert_close(
+        shown.layer.history[0], context.layer.history[0].mean(dim=1, keepdim=True)
+    )
+    assert (shown.layer.rotary, shown.layer.output_weight) == (None, None)
 
 
 def test_plain_rotary_both_ways() -> None:
@@ -319,3 +339,33 @@ def test_plain_rotary_both_ways() -> None:
     ]
     torch.testing.assert_close(turned.flatten(), torch.stack(expected))
     torch.testing.assert_close(rotary.turned_back(turned, torch.tensor([[[5]]])), states)
+
+
+@attrs.frozen
+class Doubled(Scorer):
+    """A scorer of a third party around another one, whose inputs it needs too."""
+
+    scorer: Scorer = attrs.field(factory=OutputScorer)
+    several: bool = True
+
+    @property
+    def inner_parts(self) -> Any:
+        return (self.scorer,) if self.several else self.scorer
+
+    def score(self, context: LayerContext) -> Tensor:
+        return 2 * self.scorer.score(context)
+
+
+def test_a_part_needs_what_the_parts_in_it_need() -> None:
+    asks = "history_layers", "needs_rotary", "needs_output_weight"
+    assert [getattr(Doubled(), name) for name in asks] == [0, False, True]
+    assert [getattr(Doubled(KeyNormScorer()), name) for name in asks] == [0, False, False]
+    assert Doubled(Doubled()).needs_output_weight
+    check_scorer(Doubled())
+
+
+def test_inner_parts_are_several() -> None:
+    with pytest.raises(TypeError, match="iterable"):
+        _ = Doubled(several=False).needs_rotary
+    with pytest.raises(AssertionError, match="inner_parts must return a tuple of parts"):
+        check_scorer(Doubled(several=False))

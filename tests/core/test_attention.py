@@ -13,7 +13,9 @@ from kvpolicy import LayerContext, attention
 from kvpolicy.attention import causal_attention_sums, group_mean, query_key_products
 from kvpolicy.errors import ShapeError
 from kvpolicy.heads import Heads
+from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.testing import layer_contexts
+from tests.contexts import with_attention
 
 
 def loop_over_single_numbers(context: LayerContext) -> list[list[list[float]]]:
@@ -31,10 +33,16 @@ def loop_over_single_numbers(context: LayerContext) -> list[list[list[float]]]:
                 own = context.key_len - context.query_len + index
                 query = context.queries[row, head, index].double()
                 weights = [
-                    math.exp(float(query @ keys[slot]) * context.scaling) if valid[slot] else 0.0
+                    math.exp(float(query @ keys[slot]) * context.attention.scaling)
+                    if valid[slot]
+                    else 0.0
                     for slot in range(own + 1)
                 ]
-                sink = 0.0 if context.sinks is None else math.exp(float(context.sinks[head]))
+                sink = (
+                    0.0
+                    if context.attention.sinks is None
+                    else math.exp(float(context.attention.sinks[head]))
+                )
                 for slot, weight in enumerate(weights):
                     sums[row][head][slot] += weight / (sum(weights) + sink)
     return sums
@@ -51,7 +59,7 @@ def test_attention_sums(context: LayerContext) -> None:
 @given(context=layer_contexts(5))
 def test_what_a_sink_takes_no_key_gets(context: LayerContext) -> None:
     sinks = torch.linspace(-2, 3, context.query_heads)
-    context = attrs.evolve(context, sinks=sinks)
+    context = with_attention(context, sinks=sinks)
     expected = torch.tensor(loop_over_single_numbers(context))
     torch.testing.assert_close(causal_attention_sums(context), expected, atol=1e-5, rtol=1e-5)
 
@@ -59,7 +67,7 @@ def test_what_a_sink_takes_no_key_gets(context: LayerContext) -> None:
 def test_sinks_are_one_for_each_query_head() -> None:
     drawn = context(queries=torch.randn(2, 6, 4, 5), keys=torch.randn(2, 2, 11, 5))
     with pytest.raises(ShapeError, match=r"sinks must be \[query_heads\] = \[6\], got \[2\]"):
-        attrs.evolve(drawn, sinks=torch.zeros(2))
+        with_attention(drawn, sinks=torch.zeros(2))
 
 
 @pytest.mark.parametrize("block_bytes", [1, 300, 2000])
@@ -68,7 +76,8 @@ def test_blocks_do_not_show(
     monkeypatch: pytest.MonkeyPatch, block_bytes: int, sinks: Tensor | None
 ) -> None:
     """One query of one head at a time, some, and all of them; each head has its own sink."""
-    drawn = context(queries=torch.randn(2, 6, 4, 5), keys=torch.randn(2, 2, 11, 5), sinks=sinks)
+    drawn = context(queries=torch.randn(2, 6, 4, 5), keys=torch.randn(2, 2, 11, 5))
+    drawn = with_attention(drawn, sinks=sinks)
     whole = causal_attention_sums(drawn)
     torch.testing.assert_close(whole, torch.tensor(loop_over_single_numbers(drawn)))
     monkeypatch.setitem(attention.BLOCK_BYTES, "cpu", block_bytes)
@@ -98,7 +107,7 @@ def context(**changes: Any) -> LayerContext:
         positions=torch.arange(11).expand(2, 2, 11),
         new_valid=torch.ones(2, 4, dtype=torch.bool),
         seen_len=(11, 11),
-        scaling=1.0,
+        attention=AttentionSettings(1.0),
     )
     return attrs.evolve(unchanged, **changes)
 

@@ -2,7 +2,8 @@ from typing import Any
 
 import pytest
 
-from kvpolicy import Budget, DefaultRate
+from kvpolicy import Budget
+from kvpolicy.budgets import DefaultRate
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from kvpolicy.attention import (
 )
 from kvpolicy.errors import ShapeError
 from kvpolicy.kinds import TokenKind
+from kvpolicy.layer_inputs import AttentionSettings, DecodingInputs, LayerInputs
 from kvpolicy.policies import AdaptiveHeadSelector, GQAGroupSelector, PassAllPropagation
 from kvpolicy.testing import check_scorer
 
@@ -45,8 +46,7 @@ def shared(**changes: Any) -> LayerContext:
         positions=positions,
         new_valid=positions[:, 0] >= 0,
         seen_len=(5, 3),
-        scaling=1.0,
-        sinks=torch.zeros(HEADS),
+        attention=AttentionSettings(1.0, sinks=torch.zeros(HEADS)),
         kinds=torch.full((BATCH, HEADS, LENGTH), TokenKind.IMAGE, dtype=torch.int8),
         stored=(torch.randn(BATCH, 1, LENGTH, STORED), torch.randn(BATCH, 1, LENGTH, 2)),
     )
@@ -55,20 +55,20 @@ def shared(**changes: Any) -> LayerContext:
 
 def test_a_selector_chooses_among_what_is_stored() -> None:
     context = shared()
-    assert context.stored is not None
-    shown = context.for_selector()
-    assert torch.equal(shown.keys, context.stored[0])
-    assert torch.equal(shown.values, context.stored[1])
+    assert context._stored is not None
+    shown = context._for_selector()
+    assert torch.equal(shown.keys, context._stored[0])
+    assert torch.equal(shown.values, context._stored[1])
     assert (shown.kv_heads, shown.query_heads, shown.query_len) == (1, HEADS, 0)
     assert torch.equal(shown.positions, context.positions[:, :1])
     assert shown.is_kind(TokenKind.IMAGE).tolist() == shown.valid.tolist()
-    assert shown.stored is None
-    assert shown.for_selector() is shown
+    assert shown._stored is None
+    assert shown._for_selector() is shown
 
 
 def test_several_heads_that_are_stored_stand_side_by_side() -> None:
     keys, values = torch.randn(BATCH, 2, LENGTH, 3), torch.randn(BATCH, 2, LENGTH, 5)
-    shown = shared(stored=(keys, values)).for_selector()
+    shown = shared(stored=(keys, values))._for_selector()
     assert torch.equal(shown.keys[:, 0], torch.cat([keys[:, 0], keys[:, 1]], dim=-1))
     assert torch.equal(shown.values[:, 0], torch.cat([values[:, 0], values[:, 1]], dim=-1))
 
@@ -123,14 +123,14 @@ def test_queries_that_were_not_asked_for(look: Callable[[LayerContext], Tensor])
 
 def test_a_layer_without_queries_goes_on_without_them() -> None:
     """What makes one context of another, and asks for lengths, needs no query."""
-    context = shared().showing(0)
+    context = shared()._showing(0)
     assert (context.query_len, context.query_heads) == (0, HEADS)
     assert context.query_valid.shape == context.query_places.shape == (BATCH, 0)
-    for other in (attrs.evolve(context, layer_idx=0), context.outlined(), context.for_selector()):
+    for other in (attrs.evolve(context, layer_idx=0), context._outlined(), context._for_selector()):
         assert (other.query_len, other.query_heads) == (0, HEADS)
         with pytest.raises(ShapeError, match="num_queries"):
             _ = other.queries
-    assert shared().showing(1).queries.shape == (BATCH, HEADS, 1, 11)
+    assert shared()._showing(1).queries.shape == (BATCH, HEADS, 1, 11)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +138,19 @@ def test_a_layer_without_queries_goes_on_without_them() -> None:
     [
         ({"keys": None}, TypeError, "keys must be a Tensor, got None"),
         ({"queries": [1]}, TypeError, "queries must be a Tensor, got \\[1\\]"),
-        ({"sinks": [1.0]}, TypeError, "sinks must be a Tensor"),
+        ({"attention": AttentionSettings(1.0, sinks=[1.0])}, TypeError, "sinks must be a Tensor"),
         ({"stored": torch.ones(1)}, TypeError, "stored must be a tuple"),
         ({"seen_len": 5}, TypeError, "seen_len must be a tuple, got 5"),
         ({"held_len": [5, 3]}, TypeError, "held_len must be a tuple"),
-        ({"history": None}, TypeError, "history must be a tuple, got None"),
-        ({"heads": None}, TypeError, "heads must be a Heads, got None"),
+        ({"layer": LayerInputs(history=None)}, TypeError, "history must be a tuple, got None"),
+        ({"layer": LayerInputs(heads=None)}, TypeError, "heads must be a Heads, got None"),
+        ({"layer": LayerInputs(output_weight=1)}, TypeError, "output_weight must be a Tensor"),
+        ({"layer": LayerInputs(history=([],))}, TypeError, "history must be a Tensor, got \\[\\]"),
+        ({"decoding": DecodingInputs(state=3)}, TypeError, "state must be a Tensor, got 3"),
+        ({"decoding": DecodingInputs(None, 3)}, TypeError, "query_positions must be a Tensor"),
+        ({"decoding": None}, TypeError, "decoding must be a DecodingInputs, got None"),
+        ({"layer": 0}, TypeError, "layer must be a LayerInputs, got 0"),
+        ({"attention": 1.0}, TypeError, "attention must be a AttentionSettings, got 1.0"),
         ({"positions": torch.zeros(BATCH, HEADS, LENGTH)}, TypeError, "must be torch.int64, got"),
         ({"new_valid": torch.ones(BATCH, LENGTH)}, TypeError, "new_valid must be torch.bool, got"),
         ({"layer_idx": "0"}, TypeError, "layer_idx must be an int, got '0'"),

@@ -8,6 +8,7 @@ import torch
 
 from kvpolicy import CachePolicy, DecodingEviction, LayerContext
 from kvpolicy.attention import causal_attention_sums
+from kvpolicy.layer_inputs import AttentionSettings, DecodingInputs
 from kvpolicy.policies import (
     H2O,
     AccumulatedAttentionScorer,
@@ -24,6 +25,7 @@ from kvpolicy.policies import (
     SumScorer,
     WindowMaxPoolScorer,
 )
+from tests.contexts import with_decoding
 
 
 def layer(length: int, queries: int, *, seed: int = 0, **changes: Any) -> LayerContext:
@@ -41,7 +43,7 @@ def layer(length: int, queries: int, *, seed: int = 0, **changes: Any) -> LayerC
         positions=torch.arange(length).expand(1, 2, -1),
         new_valid=torch.ones(1, length, dtype=torch.bool),
         seen_len=(length,),
-        scaling=5**-0.5,
+        attention=AttentionSettings(5**-0.5),
     )
     return attrs.evolve(context, **changes)
 
@@ -51,7 +53,10 @@ def test_queries_see_by_their_own_positions() -> None:
     context = layer(4, 2)
     positions = torch.tensor([[[0, 3, 7, 9], [1, 3, 8, 9]]])
     context = attrs.evolve(
-        context, positions=positions, query_positions=torch.tensor([[6, 9]]), seen_len=(10,)
+        context,
+        positions=positions,
+        decoding=DecodingInputs(None, torch.tensor([[6, 9]])),
+        seen_len=(10,),
     )
     sums = causal_attention_sums(context)
     for head in range(6):
@@ -59,14 +64,14 @@ def test_queries_see_by_their_own_positions() -> None:
         want = torch.zeros(4)
         for query, place in enumerate((6, 9)):
             seen = (positions[0, head // 3] <= place).nonzero().flatten()
-            logits = keys[seen] @ context.queries[0, head, query] * context.scaling
+            logits = keys[seen] @ context.queries[0, head, query] * context.attention.scaling
             want[seen] += logits.softmax(dim=0)
         assert torch.allclose(sums[0, head], want, atol=1e-6)
 
 
 def test_positions_of_the_last_slots_change_nothing() -> None:
     context = layer(19, 7)
-    placed = attrs.evolve(context, query_positions=torch.arange(12, 19)[None])
+    placed = with_decoding(context, query_positions=torch.arange(12, 19)[None])
     assert torch.allclose(causal_attention_sums(context), causal_attention_sums(placed))
 
 
@@ -74,9 +79,9 @@ def test_padded_queries_add_nothing() -> None:
     context = layer(19, 7)
     places = torch.arange(12, 19)[None].clone()
     places[0, :3] = -1
-    placed = attrs.evolve(context, query_positions=places)
+    placed = with_decoding(context, query_positions=places)
     assert torch.allclose(
-        causal_attention_sums(placed), causal_attention_sums(context.showing(4)), atol=1e-6
+        causal_attention_sums(placed), causal_attention_sums(context._showing(4)), atol=1e-6
     )
 
 
@@ -92,10 +97,14 @@ def test_sums_in_two_parts_are_those_at_once(scorer: Any) -> None:
     whole, carried = scorer.update(context)
     _, first = scorer.update(
         attrs.evolve(
-            context, queries=context.queries[:, :, :8], query_positions=torch.arange(8)[None]
+            context,
+            queries=context.queries[:, :, :8],
+            decoding=DecodingInputs(None, torch.arange(8)[None]),
         )
     )
-    rest = attrs.evolve(context.showing(4), query_positions=torch.arange(8, 12)[None], state=first)
+    rest = attrs.evolve(
+        context._showing(4), decoding=DecodingInputs(first, torch.arange(8, 12)[None])
+    )
     twice, carried_twice = scorer.update(rest)
     group = whole.unflatten(1, (2, -1)).mean(dim=2) if whole.shape[1] == 6 else whole
     group_twice = twice.unflatten(1, (2, -1)).mean(dim=2) if twice.shape[1] == 6 else twice
@@ -119,7 +128,7 @@ def test_a_prompt_is_looked_at_whole_where_its_sums_are_carried() -> None:
     assert SnapKV(decoding=H2O().decoding_rule(64)).num_queries is None
     context = layer(40, 40)
     both = SnapKV(retention_tokens=16, decoding=H2O().decoding_rule(64)).decide(context)
-    alone = SnapKV(retention_tokens=16).decide(context.showing(8))
+    alone = SnapKV(retention_tokens=16).decide(context._showing(8))
     assert torch.equal(both.kept, alone.kept)
     assert alone.state is None
     assert both.state is not None

@@ -1,6 +1,7 @@
 """Names that users know keep working for one version under their earlier form, and warn."""
 
 import copy
+import importlib
 import inspect
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kvpolicy
 from kvpolicy import (
     CachePolicy,
     DecodingEviction,
@@ -17,10 +19,12 @@ from kvpolicy import (
     host_counts,
     known,
     part_calls,
+    policies,
 )
 from kvpolicy.decision import Decision
 from kvpolicy.declarations import declares
 from kvpolicy.description import describe, from_description
+from kvpolicy.layer_inputs import AttentionSettings, DecodingInputs
 from kvpolicy.policies import (
     H2O,
     AccumulatedAttentionScorer,
@@ -50,7 +54,7 @@ def layer(length: int = 5, **changes: Any) -> LayerContext:
         positions=torch.arange(length).expand(1, 2, -1),
         new_valid=torch.ones(1, length, dtype=torch.bool),
         seen_len=(length,),
-        scaling=1.0,
+        attention=AttentionSettings(1.0),
     )
     return attrs.evolve(context, **changes)
 
@@ -67,6 +71,26 @@ def test_counts_under_their_earlier_module() -> None:
         known.nothing_such  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("package", "name", "home"),
+    [
+        (kvpolicy, "DefaultRate", "kvpolicy.budgets"),
+        (policies, "Method", "kvpolicy.policies.methods.method"),
+        (policies, "EvictionMethod", "kvpolicy.policies.methods.eviction"),
+        (policies, "documented", "kvpolicy.policies.documentation"),
+    ],
+)
+def test_machinery_that_was_public(package: Any, name: str, home: str) -> None:
+    message = f"^{package.__name__}.{name} is deprecated, use {home}.{name}$"
+    with pytest.warns(DeprecationWarning, match=message) as told:
+        found = getattr(package, name)
+    assert told[0].filename == __file__
+    assert found is getattr(importlib.import_module(home), name)
+    assert name not in package.__all__
+    with pytest.raises(AttributeError, match="nothing_such"):
+        package.nothing_such  # noqa: B018
+
+
 def test_the_call_of_update() -> None:
     with warning(r"kvpolicy\.part_calls\.advanced"):
         assert part_calls.advanced is part_calls.updated
@@ -76,7 +100,7 @@ def test_the_call_of_update() -> None:
 
 def test_the_state_of_a_context() -> None:
     state = torch.ones(1, 2, 5, 1)
-    context = attrs.evolve(layer(), state=state)
+    context = attrs.evolve(layer(), decoding=DecodingInputs(state))
     with warning(r"LayerContext\.carried") as told:
         assert context.carried is state
     assert told[0].filename == __file__

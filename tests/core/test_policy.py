@@ -10,6 +10,7 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import CachePolicy, KVSelector, LayerContext, PropagationPolicy, Scorer
 from kvpolicy.errors import ShapeError, UnknownPolicyError
+from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     FastKV,
     GQAGroupSelector,
@@ -169,7 +170,7 @@ def layer() -> LayerContext:
         positions=torch.arange(11).expand(1, 2, 11),
         new_valid=torch.ones(1, 11, dtype=torch.bool),
         seen_len=(11,),
-        scaling=1.0,
+        attention=AttentionSettings(1.0),
     )
 
 

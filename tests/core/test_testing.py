@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy import KVSelector, LayerContext
+from kvpolicy import KVSelector, LayerContext, Scorer
 from kvpolicy.heads import Heads
 from kvpolicy.policies import (
     AdaptiveHeadSelector,
@@ -22,6 +22,7 @@ from kvpolicy.selection import row_budgets, select_top
 from kvpolicy.testing import check_propagation, check_scorer, check_selector
 from kvpolicy.testing.draws import FIRST, FixedDraws
 from kvpolicy.testing.strategies import draw_context
+from tests.contexts import with_layer
 
 
 class Modifying(WindowMaxPoolScorer):
@@ -124,7 +125,7 @@ class TrustsLengths(GQAGroupSelector):
     """Keeps fewer where it knows how many there are."""
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        return super().select(saliency, context)[..., int(context.held_len is not None) :]
+        return super().select(saliency, context)[..., int(context._held_len is not None) :]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ class ActsNowhere(TokenSelectivePropagation):
 
 class MeanOfTheHeadsHere(TokenSelectivePropagation):
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        return super().propagate(saliency, attrs.evolve(context, heads=Heads()))
+        return super().propagate(saliency, with_layer(context, heads=Heads()))
 
 
 class ForgetsItsRates(TokenSelectivePropagation):
@@ -197,7 +198,7 @@ class ForgetsItsRates(TokenSelectivePropagation):
 
 class RanksTheHeadsHere(AdaptiveHeadSelector):
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        return super().select(saliency, attrs.evolve(context, heads=Heads()))
+        return super().select(saliency, with_layer(context, heads=Heads()))
 
 
 def test_a_selector_that_compares_the_heads_of_one_process_only() -> None:
@@ -207,7 +208,7 @@ def test_a_selector_that_compares_the_heads_of_one_process_only() -> None:
 
 class NumbersTheHeadsHere(RandomScorer):
     def score(self, context: LayerContext) -> Tensor:
-        return super().score(attrs.evolve(context, heads=Heads()))
+        return super().score(with_layer(context, heads=Heads()))
 
 
 def test_a_scorer_that_numbers_the_heads_of_one_process_only() -> None:
@@ -224,8 +225,8 @@ class OnePerHead(KVSelector):
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         first, most = (
-            context.heads.share * context.kv_heads,
-            context.kv_heads * context.heads.shares,
+            context.layer.heads.share * context.kv_heads,
+            context.kv_heads * context.layer.heads.shares,
         )
         kept = torch.full((context.batch, context.kv_heads, most), -1)
         for head in range(context.kv_heads):
@@ -265,7 +266,7 @@ class HeadsOfThisProcess(GlobalThresholdSelector):
     def select_together(
         self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
     ) -> list[Tensor]:
-        alone = [attrs.evolve(each, heads=Heads()) for each in contexts]
+        alone = [with_layer(each, heads=Heads()) for each in contexts]
         return super().select_together(saliencies, alone)
 
 
@@ -349,8 +350,36 @@ def test_fixed_examples_cover_what_layers_differ_in() -> None:
     assert any(not bool(each.new_valid.all()) for each in layers)  # padding
     assert any(each.kv_heads > 1 and each.query_heads > each.kv_heads for each in layers)
     assert {each.keys.dtype for each in layers} == {torch.float32, torch.bfloat16}
-    assert any(each.kinds is not None for each in layers)
+    assert any(each._kinds is not None for each in layers)
     held = [each.valid.sum(dim=-1) for each in layers]
     assert any(bool((each != each[:, :1]).any()) for each in held)  # unlike heads
     assert any(each.key_len > each.new_len for each in layers)
     assert any(each.key_len > 25 for each in layers)
+
+
+@attrs.frozen
+class ValueNormOfOutputs(Scorer):
+    @property
+    def needs_output_weight(self) -> bool:
+        return True
+
+    def score(self, context: LayerContext) -> Tensor:
+        assert context.layer.output_weight is not None
+        sizes = context.layer.output_weight.float().norm(dim=(1, 2))
+        norms = context.values.float().norm(dim=-1)
+        return norms.repeat_interleave(len(sizes) // context.kv_heads, dim=1) * sizes[:, None]
+
+
+@attrs.frozen
+class HalvesTheWeights(ValueNormOfOutputs):
+    def score(self, context: LayerContext) -> Tensor:
+        found = super().score(context)
+        assert context.layer.output_weight is not None
+        context.layer.output_weight.mul_(0.5)
+        return found
+
+
+def test_what_is_in_a_group_must_not_be_modified() -> None:
+    check_scorer(ValueNormOfOutputs())
+    with pytest.raises(AssertionError, match="must not modify"):
+        check_scorer(HalvesTheWeights())

@@ -98,7 +98,7 @@ def through_a_file(model: PreTrainedModel, cache: PolicyCache, path: Path) -> Po
 
 
 def by_hand(model: PreTrainedModel, cache: PolicyCache, path: Path) -> PolicyCache:
-    ids = cache.reader.tokens.ids  # type: ignore[union-attr]
+    ids = cache._reader.tokens.ids  # type: ignore[union-attr]
     other = PolicyCache(cache.policy)
     with torch.no_grad(), other.attached(model):
         model(ids[:, :40], past_key_values=other)
@@ -120,7 +120,7 @@ def with_drafts(model: PreTrainedModel, cache: PolicyCache, path: Path) -> Polic
 
 
 def read_again_after_crop(model: PreTrainedModel, cache: PolicyCache, path: Path) -> PolicyCache:
-    ids = cache.reader.tokens.ids  # type: ignore[union-attr]
+    ids = cache._reader.tokens.ids  # type: ignore[union-attr]
     with torch.no_grad(), cache.attached(model):
         model(prompt(3, seed=8), past_key_values=cache)
         cache.crop(-5)
@@ -176,7 +176,7 @@ def test_beams_that_lost(model: PreTrainedModel) -> None:
     """After a beam search the cache holds the last beams, not the answer: they may differ."""
     cache = PolicyCache(FullContext())
     generate(model, prompt(40), cache, num_beams=3, max_new_tokens=9)
-    read = cache.reader.tokens.ids  # type: ignore[union-attr]
+    read = cache._reader.tokens.ids  # type: ignore[union-attr]
     assert read.shape == (3, 48)
     assert torch.equal(read[:, :40], prompt(40).expand(3, -1))
     logits = model(read).logits[:, -1]

@@ -53,8 +53,8 @@ def model() -> PreTrainedModel:
 
 def conversation(cache: PolicyCache, added: int) -> Tensor:
     """What a cache has read, and some more tokens."""
-    assert cache.reader.tokens is not None
-    return torch.cat([cache.reader.tokens.ids, prompt(added, seed=3)], dim=1)
+    assert cache._reader.tokens is not None
+    return torch.cat([cache._reader.tokens.ids, prompt(added, seed=3)], dim=1)
 
 
 @pytest.fixture

@@ -146,8 +146,8 @@ def assert_alike(one: PolicyCache, other: PolicyCache) -> None:
     """Both caches have seen and hold the same."""
     assert one.seen_lengths == other.seen_lengths
     assert one.get_seq_length() == other.get_seq_length()
-    assert torch.equal(one.reader.tokens.ids, other.reader.tokens.ids)
-    assert torch.equal(one.reader.tokens.appended, other.reader.tokens.appended)
+    assert torch.equal(one._reader.tokens.ids, other._reader.tokens.ids)
+    assert torch.equal(one._reader.tokens.appended, other._reader.tokens.appended)
     for own, theirs in zip(one.layers, other.layers, strict=True):
         assert torch.equal(own.positions, theirs.positions)
         torch.testing.assert_close(own.keys, theirs.keys, atol=1e-5, rtol=1e-5)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpolicy import CachePolicy, KVSelector, LayerContext
+from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     H2O,
     TOVA,
@@ -68,7 +69,7 @@ def context(
         positions=torch.tensor(positions).expand(1, kv_heads, key_len),
         new_valid=torch.ones(1, key_len if new is None else new, dtype=torch.bool),
         seen_len=(seen_len,),
-        scaling=1.0,
+        attention=AttentionSettings(1.0),
     )
 
 

@@ -41,7 +41,7 @@ def view_of(
         positions,
         entries,
         context.seen_len[row],
-        context.scaling,
+        context.attention.scaling,
         rope_theta,
         output_weight,
     )

@@ -62,9 +62,9 @@ class DrawnLeverageScorer(LeverageScorer):
 
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, kv_heads, key_len]``, standardized over all heads."""
-        assert context.rotary is not None
+        assert context.layer.rotary is not None
         inner = slice(self.num_sinks, context.key_len - self.window_size)
-        keys = context.rotary.turned_back(context.keys, context.positions)[:, :, inner]
+        keys = context.layer.rotary.turned_back(context.keys, context.positions)[:, :, inner]
         shape = (context.batch, context.kv_heads, keys.shape[3], self.sketch_size)
         generator = torch.Generator().manual_seed(self.draws_from)
         for _ in range(context.layer_idx + 1):

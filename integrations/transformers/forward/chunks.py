@@ -26,6 +26,7 @@ from kvpolicy.integrations.transformers.forward.layer_contexts import layer_cont
 from kvpolicy.integrations.transformers.forward.passes import AtQueries, PassState
 from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
+from kvpolicy.layer_inputs import DecodingInputs
 from kvpolicy.part_calls import DeferredChecks, updated
 from kvpolicy.policy import CachePolicy
 from kvpolicy.precision import without_autocast
@@ -267,7 +268,7 @@ class Remember(InPrompt):
             assert scorer is not None
             context = self.context(at, index, inputs, stored)
             wide = None if before is None else _wider(before, context.key_len)
-            context = attrs.evolve(context, state=wide)
+            context = attrs.evolve(context, decoding=DecodingInputs(wide))
             with without_autocast(context.keys.device):
                 self._carried[index] = updated(scorer, context, self.checks)[1]
         elif at.policy.num_queries != 0 and needed:
@@ -321,7 +322,7 @@ class AtEnd(InPrompt):
             )
         # The queries are those of the last chunk alone.
         valid = at.reach.valid.to(context.keys.device)
-        context = attrs.evolve(context, state=carried, new_valid=valid)
+        context = attrs.evolve(context, decoding=DecodingInputs(carried), new_valid=valid)
         assert at.policy.scorer is not None
         with without_autocast(context.keys.device):
             return updated(at.policy.scorer, context, self.checks)[0]

@@ -71,7 +71,7 @@ class History:
         )
 
     def shown(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the saliencies on a layer's device, for `LayerContext.history`."""
+        """Return the saliencies on a layer's device, for `LayerInputs.history`."""
         return tuple(each.to(device) for each in self.held)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
+from kvpolicy.heads import Heads
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.layer_inputs import NO_DECODING, PLAIN_LAYER, DecodingInputs, LayerInputs
+from kvpolicy.rotary import RotaryEmbedding
 
 
 def layer_context(
@@ -24,7 +25,11 @@ def layer_context(
     queries: Tensor | None = None,
     stored: tuple[Tensor, Tensor] | None = None,
     tokens: SeenTokens | None = None,
-    **more: Any,
+    held_len: tuple[int, ...] | None = None,
+    decoding: DecodingInputs = NO_DECODING,
+    rotary: RotaryEmbedding | None = None,
+    output_weight: Tensor | None = None,
+    history: tuple[Tensor, ...] = (),
 ) -> LayerContext:
     """Build the `LayerContext` in which a policy sees one layer.
 
@@ -40,12 +45,19 @@ def layer_context(
         stored: The keys and values that the layer holds, from which attention may have computed
             those in ``inputs``; None if parts are shown what the layer holds.
         tokens: The tokens seen, for their kinds; None if all tokens are text.
-        more: Further fields of `LayerContext`.
+        held_len: See `LayerContext`.
+        decoding: See `LayerContext`.
+        rotary: See `LayerInputs`, as for what follows.
+        output_weight: See `LayerInputs`.
+        history: See `LayerInputs`.
     """
-    keys, scores = inputs.keys, inputs.scores
+    keys = inputs.keys
     # Compared by number of heads, since keys may be changed and still be one for each head.
     held_as_shown = stored is None or keys.shape[1] == stored[0].shape[1]
     kinds = None if tokens is None or tokens.kinds is None else tokens.kinds_at(positions)
+    heads = layer.facts.spread.heads(inputs.queries.shape[1])
+    asked = rotary is not None or output_weight is not None or history
+    plain = type(heads) is Heads and not asked
     return LayerContext(
         layer_idx=index,
         num_layers=num_layers,
@@ -57,9 +69,8 @@ def layer_context(
         kinds=kinds,
         new_valid=new_valid.to(keys.device),
         seen_len=seen_len,
-        scaling=scores.scaling,
-        softcap=scores.softcap,
-        sinks=scores.sinks,
-        heads=layer.facts.spread.heads(inputs.queries.shape[1]),
-        **more,
+        attention=inputs.scores,
+        layer=PLAIN_LAYER if plain else LayerInputs(heads, rotary, output_weight, history),
+        decoding=decoding,
+        held_len=held_len,
     )

@@ -105,7 +105,7 @@ class PassState:
         return tuple(self.tokens.lengths.tolist())
 
     def held_len(self, layer: PolicyLayer) -> tuple[int, ...] | None:
-        """See `LayerContext.held_len`."""
+        """See ``held_len`` of `LayerContext`."""
         return self.reach.seen_by(layer) if self.counts_held else None
 
     def rotary_of(self, layer: PolicyLayer) -> LayerRotary:

@@ -153,7 +153,7 @@ class ReachingTokens:
     def seen_by(self, layer: PolicyLayer) -> tuple[int, ...] | None:
         """Return how many held and new tokens of each row a layer attends to; None if unknown.
 
-        See `LayerContext.held_len`.
+        See ``held_len`` of `LayerContext`.
         """
         contents = layer.contents
         if contents.held is None:

@@ -216,7 +216,7 @@ def _holding(waiting: DeferredKV, layer: PolicyLayer, tokens: SeenTokens) -> Pol
     whole = PolicyLayer()
     slots = torch.arange(waiting.positions.shape[2], device=waiting.positions.device)
     everything = torch.where(waiting.positions >= 0, slots, -1)
-    counts = waiting.undecided.context.held_len
+    counts = waiting.undecided.context._held_len
     whole.store(
         waiting.keys, waiting.values, waiting.positions, everything, counts=counts, whole=True
     )

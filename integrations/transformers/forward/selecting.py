@@ -24,6 +24,7 @@ from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.layer_inputs import DecodingInputs
 from kvpolicy.selection import gather_positions, gather_slots
 
 
@@ -106,9 +107,9 @@ class Select(AtEnd):
         context = self.context(at, index, inputs, stored)
         if at.policy.decoding is not None:
             context = self._with_carried(at, layer, context)
-        layer.facts.expands = context.stored is not None
+        layer.facts.expands = context._stored is not None
         # Of one head if all heads keep the same tokens.
-        positions = context.positions if context.stored is None else context.positions[:, :1]
+        positions = context.positions if context._stored is None else context.positions[:, :1]
         candidates = _Candidates(*stored, positions, context)
         if at.policy.rereading is not None and at.call.model.windows[index] is not None:
             window = at.call.model.windows[index]  # a second reading is beyond what it sees
@@ -141,7 +142,7 @@ class Select(AtEnd):
             window,
             at.call.implementation,
             seen_len=at.seen_len,
-            held_len=context.held_len,
+            held_len=context._held_len,
         )
         asked = near.leaves_short_rows and at.policy.rereading is None
         decision = self._decision(at, context) if asked else None
@@ -150,7 +151,7 @@ class Select(AtEnd):
             return
         of_layer = candidates.keys, candidates.values, candidates.positions
         if decision is None:
-            whole = None if near.counts is None else near.counts == context.held_len
+            whole = None if near.counts is None else near.counts == context._held_len
             layer.store(*of_layer, near.kept(None), counts=near.counts, whole=whole)
             return
         self.checks.look()
@@ -174,7 +175,7 @@ class Select(AtEnd):
         if not borrows or self._kept is None:
             assert decision.kept is not None
             kept = decision.kept
-            if not at.policy.is_tested(at.policy.selector):
+            if not at.policy._is_tested(at.policy.selector):
                 # What the parts return is checked only later, and may be out of range.
                 said = decision.counts
                 full = said is not None and min(said) == kept.shape[2]
@@ -184,7 +185,7 @@ class Select(AtEnd):
         if at.policy.gapless:
             self._store_closed_up(at, layer, candidates, kept, counts)
         else:
-            whole = None if counts is None else counts == context.held_len
+            whole = None if counts is None else counts == context._held_len
             layer.store(keys, values, positions, kept, decision.state, counts=counts, whole=whole)
 
     def _decision(
@@ -242,12 +243,13 @@ class Select(AtEnd):
         carried = carried_for(observed, context.keys, decoding.state_size)
         if at.masks.order is not None:
             carried = gather_slots(carried, at.masks.order)
-        context = attrs.evolve(context, state=carried)
-        if not observed.count:
-            return context
-        queries, places = observed.shown(at.tokens)
-        since = attrs.evolve(context, queries=queries, query_positions=places)
-        return attrs.evolve(context, state=decoding.update_state(since))
+        before = DecodingInputs(carried)
+        if observed.count:
+            queries, places = observed.shown(at.tokens)
+            asked = DecodingInputs(carried, places)
+            since = attrs.evolve(context, queries=queries, decoding=asked)
+            before = DecodingInputs(decoding.update_state(since))
+        return attrs.evolve(context, decoding=before)
 
     def _check_numbers(self, at: PassState) -> None:
         """Check that a tested scorer was given numbers: its saliency is not looked at by itself.
@@ -255,7 +257,7 @@ class Select(AtEnd):
         A query or key that is not a number makes what layers make of the last token none.
         """
         scorer, hidden = at.policy.scorer, at.last_hidden
-        if hidden is None or scorer is None or not at.policy.is_tested(scorer):
+        if hidden is None or scorer is None or not at.policy._is_tested(scorer):
             return
         self.checks.refuse(
             hidden.isnan(),

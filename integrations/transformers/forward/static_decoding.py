@@ -259,6 +259,6 @@ class BeforeLayer:
 def _static_of(arguments: dict[str, Any]) -> StaticDecoding | RollingDecoding | None:
     for each in arguments.values():
         if isinstance(each, Cache):
-            found: StaticDecoding | RollingDecoding | None = getattr(each, "static", None)
+            found: StaticDecoding | RollingDecoding | None = getattr(each, "_static", None)
             return found
     return None

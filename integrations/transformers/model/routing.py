@@ -34,21 +34,13 @@ from kvpolicy.integrations.transformers.model.masks import (
     of_picked,
     of_picked_blocks,
 )
+from kvpolicy.layer_inputs import AttentionSettings
 
 ROUTED = "kvpolicy_routed"
 # Arguments of attention functions that change the result, except for the scaling.
 _CHANGING = ("position_bias", "cache", "softcap", "s_aux")
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
-
-
-@attrs.frozen
-class Scores:
-    """The settings by which attention turns query-key products into scores."""
-
-    scaling: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
 
 
 @attrs.frozen(eq=False)
@@ -65,7 +57,7 @@ class AttentionInputs:
     queries: Tensor
     keys: Tensor
     values: Tensor
-    scores: Scores
+    scores: AttentionSettings
 
 
 def without_queries(query_heads: int, keys: Tensor, values: Tensor) -> AttentionInputs:
@@ -79,7 +71,7 @@ def without_queries(query_heads: int, keys: Tensor, values: Tensor) -> Attention
     batch, kv_heads, _, head_dim = keys.shape
     heads = query_heads if query_heads and query_heads % kv_heads == 0 else kv_heads
     none = keys.new_empty(batch, heads, 0, head_dim)
-    return AttentionInputs(none, keys, values, Scores(head_dim**-0.5))
+    return AttentionInputs(none, keys, values, AttentionSettings(head_dim**-0.5))
 
 
 class AttentionCallbacks(Protocol):
@@ -257,7 +249,7 @@ def _attention(
     forward, index, _ = pending
     scaling = kwargs.get("scaling")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = Scores(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+    scores = AttentionSettings(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
     inputs = AttentionInputs(query, key, value, scores)
     return forward.attend(index, attend, module, inputs, attention_mask, **kwargs)
 

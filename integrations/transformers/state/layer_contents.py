@@ -8,9 +8,9 @@ from torch import Tensor
 from kvpolicy.integrations.transformers.model.parallel import HeadSharding
 from kvpolicy.integrations.transformers.model.projection import OutputProjection
 from kvpolicy.integrations.transformers.model.rotary import RotaryChannels
-from kvpolicy.integrations.transformers.model.routing import Scores
 from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.integrations.transformers.state.storage import StoredKV
+from kvpolicy.layer_inputs import AttentionSettings
 
 
 @attrs.define(eq=False)
@@ -31,7 +31,7 @@ class LayerFacts:
 
     query_heads: int = 0
     spread: HeadSharding = attrs.field(factory=HeadSharding)
-    scores: Scores | None = None
+    scores: AttentionSettings | None = None
     expands: bool = False
     shows_queries: bool = True
     turns: RotaryChannels | None = None
@@ -42,7 +42,7 @@ class LayerFacts:
         return attrs.evolve(self, shows_queries=True, projection=None)
 
     def weight(self, values: Tensor) -> Tensor:
-        """Return `LayerContext.output_weight` in the dtype and on the device of ``values``."""
+        """Return `LayerInputs.output_weight` in the dtype and on the device of ``values``."""
         assert self.projection is not None
         return self.projection.weight(values.dtype, values.device)
 

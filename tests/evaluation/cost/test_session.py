@@ -62,7 +62,7 @@ def run(family: str, policy: CachePolicy, chunk: int | None) -> tuple[int, int]:
     kept = []
 
     def note(*_: object) -> None:
-        if cache.layers[-1].kept_len and not cache.reader.acts_next:
+        if cache.layers[-1].kept_len and not cache._reader.acts_next:
             total = cache.report().total
             kept.append(total.held_bytes - total.padding_bytes)
 

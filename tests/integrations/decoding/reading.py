@@ -75,7 +75,7 @@ def read(
             output = call(forced[:, step : step + 1], attention_mask=mask, past_key_values=cache)
             found.append(output.logits[:, -1])
             most = [max(a, layer.kept_len) for a, layer in zip(most, cache.layers, strict=True)]
-            if cache.reader.tokens is not None and not cache.reader.tokens.appended.shape[1]:
+            if cache._reader.tokens is not None and not cache._reader.tokens.appended.shape[1]:
                 reading.kept[step + 1] = held(cache, len(rows))
     reading.logits, reading.most = torch.stack(found, dim=1), most
     return reading

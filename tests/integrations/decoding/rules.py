@@ -4,7 +4,8 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.policies import H2O, RKV, TOVA, FullContext, KeyDiff, Method, SnapKV, StreamingLLM
+from kvpolicy.policies import H2O, RKV, TOVA, FullContext, KeyDiff, SnapKV, StreamingLLM
+from kvpolicy.policies.methods.method import Method
 from tests.reference import decoding as slow
 from tests.reference import methods as slow_methods
 

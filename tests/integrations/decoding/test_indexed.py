@@ -155,7 +155,7 @@ def test_rows_with_padding_among_their_answers(name: str, rule: str) -> None:
             column = answer[:, step : step + 1]
             found.append(model(column, attention_mask=mask, past_key_values=cache).logits[:, -1])
             read_of = [read_of[0] + 1, read_of[1] + 1 - gap]
-            if not cache.reader.tokens.appended.shape[1]:
+            if not cache._reader.tokens.appended.shape[1]:
                 for row in range(2):
                     kept[row][read_of[row]] = held(cache, 2)
     for row, prompt in enumerate(rows):

@@ -61,7 +61,7 @@ def test_an_answer_about_an_image(rule: str) -> None:
         calls = -1
 
         def put(self, value: Tensor) -> None:
-            tokens, self.calls = cache.reader.tokens, self.calls + 1
+            tokens, self.calls = cache._reader.tokens, self.calls + 1
             if tokens is not None and not tokens.appended.shape[1]:
                 kept[self.calls - 1] = held(cache, 1)
 

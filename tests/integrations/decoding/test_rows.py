@@ -84,8 +84,8 @@ def go_on(model: Any, cache: PolicyCache, forwards: Sequence[list[list[int]]]) -
     """Forwards of rows of tokens; a row without any pauses."""
     batch = len(forwards[0])
     said = Said([[] for _ in range(batch)], [[] for _ in range(batch)])
-    assert cache.reader.tokens is not None
-    mask = cache.reader.tokens.valid.long()
+    assert cache._reader.tokens is not None
+    mask = cache._reader.tokens.valid.long()
     with cache.attached(model):
         for rows in forwards:
             ids, new = padded(rows)
@@ -163,6 +163,6 @@ def test_rows_of_one_length_are_counted_together(model: PreTrainedModel) -> None
     cache.batch_repeat_interleave(3)
     for rows in forwards_of([(9, 9, 9), *[(1, 1, 1)] * 7]):
         go_on(model, cache, [rows])
-        assert cache.reader.tokens is not None
-        assert cache.reader.tokens.rows_since is None
+        assert cache._reader.tokens is not None
+        assert cache._reader.tokens.rows_since is None
         assert not any(layer.contents.padded for layer in cache.layers)

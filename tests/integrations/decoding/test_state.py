@@ -41,8 +41,8 @@ def answer(steps: int, seed: int = 7, rows: int = 2) -> Tensor:
 @torch.no_grad()
 def go_on(model: Any, cache: PolicyCache, forced: Tensor) -> Tensor:
     """Feeds columns one at a time; logits `[batch, steps, vocab]`."""
-    assert cache.reader.tokens is not None
-    mask, found = cache.reader.tokens.valid.long(), []
+    assert cache._reader.tokens is not None
+    mask, found = cache._reader.tokens.valid.long(), []
     with cache.attached(model):
         for column in forced.T:
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)

@@ -261,8 +261,9 @@ def test_buffers_are_no_longer_than_prompt_and_answer_need(
     policy, longest = POLICIES[name], []
 
     def note(*args: Any) -> None:
-        if cache.static is not None:
-            longest.append(max(buffers.keys.shape[2] for buffers in cache.static.layers))
+        static = cache._static
+        if static is not None:
+            longest.append(max(buffers.keys.shape[2] for buffers in static.layers))
 
     cache = PolicyCache(policy, max_new_tokens=room)
     handle = model.get_submodule("lm_head").register_forward_hook(note)

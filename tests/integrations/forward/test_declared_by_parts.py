@@ -42,7 +42,7 @@ def attention_of(context: LayerContext) -> Tensor:
     places = torch.arange(context.key_len)
     behind = places > places[-context.query_len :, None] if context.query_len else places[:0, None]
     hidden = behind | ~context.valid.repeat_interleave(group, dim=1)[:, :, None]
-    logits = (context.queries.float() @ keys.transpose(2, 3)) * context.scaling
+    logits = (context.queries.float() @ keys.transpose(2, 3)) * context.attention.scaling
     shown = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
     is_token = context.new_valid[:, context.new_len - context.query_len :]
     return shown.nan_to_num() * is_token[:, None, :, None]
@@ -74,8 +74,8 @@ class SummingSquares(SquaredAttention):
 
     def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
         sums = group_mean(self.score(context), context.kv_heads)
-        if context.state is not None:
-            sums = sums + context.state[..., 0]
+        if context.decoding.state is not None:
+            sums = sums + context.decoding.state[..., 0]
         return sums, sums[..., None]
 
 
@@ -101,7 +101,7 @@ def read_in_chunks(
         cache.start_turn(prompt_len=50)
         for start in (0, 20):
             model(PROMPT[:, start : start + 20], past_key_values=cache)
-        chunks = cache.reader.chunks
+        chunks = cache._reader.chunks
         assert chunks is not None
         logits = model(PROMPT[:, 40:], past_key_values=cache).logits
     return cache, logits, chunks.queries, chunks.carried

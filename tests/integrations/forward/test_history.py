@@ -148,8 +148,8 @@ def check_history(scorer: Noting, choosing: list[int]) -> None:
     assert [context.layer_idx for context, _ in scorer.shown] == choosing
     for place, (context, _) in enumerate(scorer.shown):
         before = choosing[max(place - 2, 0) : place]
-        assert len(context.history) == len(before)
-        for layer, each in zip(before, context.history, strict=True):
+        assert len(context.layer.history) == len(before)
+        for layer, each in zip(before, context.layer.history, strict=True):
             assert each.dtype == torch.float32
             assert each.shape[2] == context.new_len
             for at, given in by_position(each, context).items():
@@ -217,8 +217,8 @@ def test_a_restart_looks_at_the_pass_that_chooses() -> None:
 
         def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
             assert saliency is not None
-            shown.extend((*context.history, saliency))
-            return super().propagate(saliency + context.history[0], context)
+            shown.extend((*context.layer.history, saliency))
+            return super().propagate(saliency + context.layer.history[0], context)
 
     model, scorer = tiny_model("llama", seed=3), Noting()
     read(model, CachePolicy(scorer, GQAGroupSelector(0.3), PassAllPropagation()))
@@ -236,8 +236,8 @@ def test_only_as_many_as_asked_are_held_and_none_behind_the_forward() -> None:
     cache = PolicyCache(CachePolicy(scorer, GQAGroupSelector(0.3), PassAllPropagation()))
     with torch.no_grad(), cache.attached(model):
         model(torch.tensor([random_tokens(0, 50)]), past_key_values=cache)
-        assert cache.reader.run is None
-    assert [len(context.history) for context, _ in scorer.shown] == [0, 1, 2, 2, 2, 2]
+        assert cache._reader.run is None
+    assert [len(context.layer.history) for context, _ in scorer.shown] == [0, 1, 2, 2, 2, 2]
 
 
 def test_nothing_is_remembered_where_nobody_asks() -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvpolicy import CachePolicy, KVSelector, LayerContext, Scorer
 from kvpolicy.host_counts import known_counts
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     AdaptiveHeadSelector,
     GQAGroupSelector,
@@ -180,7 +181,7 @@ def context_of(held: int, seen: int) -> LayerContext:
         positions=torch.arange(seen - held, seen).expand(1, 1, held),
         new_valid=torch.ones(1, held, dtype=torch.bool),
         seen_len=(seen,),
-        scaling=1.0,
+        attention=AttentionSettings(1.0),
         held_len=(held,),
     )
 
@@ -212,5 +213,5 @@ def test_a_model_that_is_not_of_numbers_is_found(name: str) -> None:
     with pytest.raises(ValueError, match="score of WindowMaxPoolScorer.* look for NaN"):
         read(broken, cache, 1)
     assert cache.get_seq_length() == FIRST
-    assert policy.is_tested(policy.scorer)
-    assert not policy_of(scorer=NoNumber()).is_tested(NoNumber())
+    assert policy._is_tested(policy.scorer)
+    assert not policy_of(scorer=NoNumber())._is_tested(NoNumber())

@@ -93,10 +93,10 @@ class Checking(TurnedBackScorer):
         return True
 
     def score(self, context: LayerContext) -> Tensor:
-        assert context.rotary is not None
-        assert context.output_weight is not None
-        assert context.output_weight.shape == (6, 8, 48)
-        back = context.rotary.turned_back(context.keys, context.positions)
+        assert context.layer.rotary is not None
+        assert context.layer.output_weight is not None
+        assert context.layer.output_weight.shape == (6, 8, 48)
+        back = context.layer.rotary.turned_back(context.keys, context.positions)
         for head, slot in context.valid[0].nonzero().tolist():
             at = (context.layer_idx, head, int(context.positions[0, head, slot]))
             known = self.seen.setdefault(at, back[0, head, slot])

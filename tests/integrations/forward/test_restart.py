@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvpolicy import CachePolicy, LayerContext, PropagationPolicy
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     GemFilter,
     GQAGroupSelector,
@@ -262,7 +263,7 @@ def test_the_scorer_by_hand() -> None:
         positions=torch.tensor([[[-1, 0, 1, 2, 3]]]),
         new_valid=torch.tensor([[False, True, True, True, True]]),
         seen_len=(4,),
-        scaling=0.01,
+        attention=AttentionSettings(0.01),
     )
     saliency = LastQueryProductScorer(kernel_size=3).score(context)[0, 0, 1:]
     assert torch.allclose(saliency, torch.tensor([3.0, 6.0, 9.0, 7.0]) / 3)

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from torch import Tensor, distributed
@@ -27,6 +26,7 @@ from kvpolicy.policies import (
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
+from tests.contexts import with_layer
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.support.asking import (
     CarriedOnScorer,
@@ -46,7 +46,7 @@ class LocalPropagation(TokenSelectivePropagation):
     """A wrong one: every process takes the mean over the heads it has."""
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        return super().propagate(saliency, attrs.evolve(context, heads=Heads()))
+        return super().propagate(saliency, with_layer(context, heads=Heads()))
 
 
 LOCAL_FASTKV = CachePolicy(

@@ -41,9 +41,12 @@ class Noting(OutputScorer):
     shown: dict[int, Tensor] = attrs.field(factory=dict)
 
     def score(self, context: LayerContext) -> Tensor:
-        assert context.output_weight is not None
-        self.shown[context.layer_idx] = context.output_weight
-        assert context.output_weight.shape[:2] == (context.query_heads, context.values.shape[3])
+        assert context.layer.output_weight is not None
+        self.shown[context.layer_idx] = context.layer.output_weight
+        assert context.layer.output_weight.shape[:2] == (
+            context.query_heads,
+            context.values.shape[3],
+        )
         return super().score(context)
 
 
@@ -157,7 +160,11 @@ def test_nothing_is_tried_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _lengths(scorer: Noting, context: LayerContext) -> Tensor:
-    assert (context.history, context.rotary, context.output_weight) == ((), None, None)
+    assert (context.layer.history, context.layer.rotary, context.layer.output_weight) == (
+        (),
+        None,
+        None,
+    )
     return context.values.float().norm(dim=-1)
 
 

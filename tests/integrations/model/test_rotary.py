@@ -155,9 +155,9 @@ class Comparing(Scorer):
     needs_rotary = True
 
     def score(self, context: LayerContext) -> Tensor:
-        assert context.rotary is not None
-        back = context.rotary.turned_back(context.keys, context.positions)
-        again = context.rotary.turned(back, context.positions)
+        assert context.layer.rotary is not None
+        back = context.layer.rotary.turned_back(context.keys, context.positions)
+        again = context.layer.rotary.turned(back, context.positions)
         tokens = context.valid
         torch.testing.assert_close(again[tokens], context.keys[tokens], atol=1e-5, rtol=1e-5)
         own = self.seen[context.layer_idx]
@@ -234,11 +234,11 @@ def test_the_same_token_elsewhere(name: str) -> None:
         needs_rotary = True
 
         def score(self, context: LayerContext) -> Tensor:
-            assert context.rotary is not None
+            assert context.layer.rotary is not None
             if context.layer_idx == 0:
-                back = context.rotary.turned_back(context.keys, context.positions)
+                back = context.layer.rotary.turned_back(context.keys, context.positions)
                 other = context.positions.flip(2)
-                found.append((context.rotary.turned(back, other), context.keys))
+                found.append((context.layer.rotary.turned(back, other), context.keys))
             return context.keys.float().norm(dim=-1)
 
     half = random_tokens(0, 20)
@@ -284,9 +284,9 @@ def test_half_precision() -> None:
 
     class Both(TurnedBackScorer):
         def score(self, context: LayerContext) -> Tensor:
-            assert context.rotary is not None
-            back = context.rotary.turned_back(context.keys, context.positions)
-            found.append((context.rotary.turned(back, context.positions), context.keys))
+            assert context.layer.rotary is not None
+            back = context.layer.rotary.turned_back(context.keys, context.positions)
+            found.append((context.layer.rotary.turned(back, context.positions), context.keys))
             return super().score(context)
 
     cache = PolicyCache(CachePolicy(Both(), GQAGroupSelector(0.5), PassAllPropagation()))

@@ -54,8 +54,8 @@ def saved(model: PreTrainedModel, path: Path, policy: CachePolicy | None = None)
 
 def going_on(cache: PolicyCache, added: int = 14) -> Tensor:
     """What a cache has read, and some more tokens."""
-    assert cache.reader.tokens is not None
-    return torch.cat([cache.reader.tokens.ids, torch.tensor([random_tokens(5, added)])], dim=1)
+    assert cache._reader.tokens is not None
+    return torch.cat([cache._reader.tokens.ids, torch.tensor([random_tokens(5, added)])], dim=1)
 
 
 def test_another_model_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -36,8 +36,10 @@ class LargestOfLayers(TokenSelectivePropagation):
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
         assert saliency is not None
-        new = context.heads.mean(saliency[..., context.key_len - context.new_len :])
-        means = torch.stack([new, *(context.heads.mean(each) for each in context.history)])
+        new = context.layer.heads.mean(saliency[..., context.key_len - context.new_len :])
+        means = torch.stack(
+            [new, *(context.layer.heads.mean(each) for each in context.layer.history)]
+        )
         protected = self.protected(context)
         counts = zip(
             context.seen_len,
@@ -67,9 +69,9 @@ class CarriedOnScorer(WindowMaxPoolScorer):
 
     def score(self, context: LayerContext) -> Tensor:
         own = super().score(context)
-        if not context.history:
+        if not context.layer.history:
             return own
-        return with_new(own, context, 0.5 * context.heads.mean(context.history[-1]))
+        return with_new(own, context, 0.5 * context.layer.heads.mean(context.layer.history[-1]))
 
 
 @attrs.frozen
@@ -84,8 +86,8 @@ class RememberingSelector(GQAGroupSelector):
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         assert saliency is not None
-        if context.history:
-            means = torch.stack([context.heads.mean(each) for each in context.history])
+        if context.layer.history:
+            means = torch.stack([context.layer.heads.mean(each) for each in context.layer.history])
             saliency = with_new(saliency, context, means.amin(dim=0))
         return super().select(saliency, context)
 
@@ -101,10 +103,10 @@ class TurnedBackScorer(Scorer):
         return True
 
     def score(self, context: LayerContext) -> Tensor:
-        assert context.rotary is not None
-        back = context.rotary.turned_back(context.keys, context.positions)
+        assert context.layer.rotary is not None
+        back = context.layer.rotary.turned_back(context.keys, context.positions)
         ends = torch.tensor(context.seen_len, device=back.device)[:, None, None]
-        ahead = context.rotary.turned(back, context.positions + ends)
+        ahead = context.layer.rotary.turned(back, context.positions + ends)
         before, after = (each[..., : self.channels].float().norm(dim=-1) for each in (back, ahead))
         return before + after
 
@@ -118,9 +120,9 @@ class OutputScorer(Scorer):
         return True
 
     def score(self, context: LayerContext) -> Tensor:
-        assert context.output_weight is not None
+        assert context.layer.output_weight is not None
         group = context.query_heads // context.kv_heads
         values = context.values.float().repeat_interleave(group, dim=1)
-        moved = torch.einsum("bhkv,hvd->bhkd", values, context.output_weight.float())
+        moved = torch.einsum("bhkv,hvd->bhkd", values, context.layer.output_weight.float())
         sizes = context.keys[..., :2].float().norm(dim=-1).repeat_interleave(group, dim=1)
         return moved.norm(dim=-1) * sizes

@@ -43,7 +43,7 @@ class MassPropagation(PropagationPolicy):
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
         assert saliency is not None
         protected = self.protected(context)
-        new = context.heads.mean(saliency[..., context.key_len - context.new_len :]).double()
+        new = context.layer.heads.mean(saliency[..., context.key_len - context.new_len :]).double()
         new = new.masked_fill(protected | ~context.new_valid, 0.0)
         order = new.argsort(dim=1, descending=True, stable=True)
         before = new.gather(1, order).cumsum(dim=1) - new.gather(1, order)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvpolicy import CachePolicy, LayerContext
+from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     TOVA,
     AccumulatedAttentionScorer,
@@ -57,7 +58,7 @@ def layer(weights: list[list[float]], *, layer_idx: int = 0, num_layers: int = 2
         positions=torch.arange(key_len)[None, None],
         new_valid=torch.ones(1, key_len, dtype=torch.bool),
         seen_len=(key_len,),
-        scaling=1.0,
+        attention=AttentionSettings(1.0),
     )
 
 
@@ -307,7 +308,7 @@ def test_random_numbers_are_spread_and_independent() -> None:
 MEMORY_OF_A_LONG_CONTEXT = """
 import resource
 import torch
-from kvpolicy import LayerContext
+from kvpolicy import AttentionSettings, LayerContext
 from kvpolicy.policies import AccumulatedAttentionScorer
 
 def context(length):
@@ -320,7 +321,7 @@ def context(length):
         positions=torch.arange(length).expand(1, 1, length),
         new_valid=torch.ones(1, length, dtype=torch.bool),
         seen_len=(length,),
-        scaling=0.4,
+        attention=AttentionSettings(0.4),
     )
 
 torch.set_num_threads(1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.layer_inputs import AttentionSettings, LayerInputs
 from kvpolicy.policies import AgreementPropagation, GQAGroupSelector, WindowMaxPoolScorer
 from kvpolicy.testing import check_propagation
 from tests.reference.models import random_tokens, tiny_model
@@ -37,8 +38,8 @@ def layer(
         positions=torch.where(slots < starts, -1, slots - starts)[:, None],
         new_valid=slots >= starts,
         seen_len=lens,
-        scaling=1.0,
-        history=(torch.tensor(before)[:, None],),
+        attention=AttentionSettings(1.0),
+        layer=LayerInputs(history=(torch.tensor(before)[:, None],)),
     )
     return torch.tensor(rows)[:, None], context
 

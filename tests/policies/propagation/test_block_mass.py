@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
+from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     BlockMassPropagation,
     KeepAllSelector,
@@ -38,7 +39,7 @@ def layer(*rows: list[float], positions: list[int] | None = None, new: int | Non
         positions=places.expand(1, 2, length),
         new_valid=torch.ones(1, length if new is None else new, dtype=torch.bool),
         seen_len=(int(places[-1]) + 1,),
-        scaling=1.0,
+        attention=AttentionSettings(1.0),
     )
     return torch.tensor([rows]), context
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import LayerContext
+from kvpolicy.layer_inputs import AttentionSettings, LayerInputs
 from kvpolicy.policies import (
     CLAA,
     CrossLayerPropagation,
@@ -18,6 +19,7 @@ from kvpolicy.policies import (
 )
 from kvpolicy.testing import check_propagation
 from tests import reference
+from tests.contexts import with_layer
 from tests.policies.scorers.support import random_layer
 from tests.policies.views import new_of, slots_of, view_of
 
@@ -34,8 +36,8 @@ def layer(*rows: list[float], history: tuple[list[list[float]], ...] = ()) -> An
         positions=torch.arange(6).expand(1, 2, 6),
         new_valid=torch.ones(1, 6, dtype=torch.bool),
         seen_len=(6,),
-        scaling=1.0,
-        history=tuple(torch.tensor([each]) for each in history),
+        attention=AttentionSettings(1.0),
+        layer=LayerInputs(history=tuple(torch.tensor([each]) for each in history)),
     )
     return torch.tensor([rows]), context
 
@@ -131,7 +133,7 @@ def test_against_slow_loops_in_padded_rows(standardize: bool, protect: int) -> N
     layers = four_layers()
     said = [scorer.score(context) for context in layers]
     for at, context in enumerate(layers):
-        context = attrs.evolve(context, history=tuple(said[max(at - 2, 0) : at]))
+        context = with_layer(context, history=tuple(said[max(at - 2, 0) : at]))
         decision = policy.decide(context)
         assert (decision.passed_on is not None) == (at == 2)
         for row in range(len(LENS)):

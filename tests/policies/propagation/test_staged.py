@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpolicy import Budget, CachePolicy, LayerContext, PropagationPolicy
+from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     GQAGroupSelector,
     KeepAllSelector,
@@ -194,7 +195,7 @@ def test_budgets_are_of_the_whole_context_on_paper() -> None:
         positions=torch.arange(0, 100, 5)[None, None],
         new_valid=torch.ones(1, 20, dtype=torch.bool),
         seen_len=(100,),
-        scaling=1.0,
+        attention=AttentionSettings(1.0),
     )
     part = staged(TSP(1, 0.2, window_size=2), TSP(3, 0.1, window_size=2))
     passed = part.propagate(torch.arange(20.0, 0, -1)[None, None], context)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext, TokenKind
 from kvpolicy.errors import ShapeError
+from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     FastV,
     KeepAllSelector,
@@ -37,7 +38,7 @@ def layer_of(kinds: Sequence[Sequence[TokenKind]] | None, *, new: int = 8) -> La
         positions=torch.arange(8)[None, None],
         new_valid=torch.ones(1, new, dtype=torch.bool),
         seen_len=(8,),
-        scaling=1.0,
+        attention=AttentionSettings(1.0),
         kinds=None if kinds is None else torch.tensor([kinds], dtype=torch.int8),
     )
 
@@ -120,7 +121,7 @@ def slow_fastv(context: LayerContext, row: int, rate: float) -> tuple[list[int],
             seen = [key for key in range(at + 1) if bool(context.valid[row, kv_head, key])]
             vector = context.queries[row, head, query].double()
             logits = [
-                float(vector @ context.keys[row, kv_head, key].double()) * context.scaling
+                float(vector @ context.keys[row, kv_head, key].double()) * context.attention.scaling
                 for key in seen
             ]
             weights = [exp(logit - max(logits)) for logit in logits]
@@ -128,8 +129,8 @@ def slow_fastv(context: LayerContext, row: int, rate: float) -> tuple[list[int],
                 received[key] += weight / sum(weights) / context.query_heads
     tokens = [slot for slot in range(context.new_len) if bool(context.new_valid[row, slot])]
     kinds = [TEXT] * context.key_len
-    if context.kinds is not None:
-        kinds = [TokenKind(max(kind, 0)) for kind in context.kinds[row, 0].tolist()]
+    if context._kinds is not None:
+        kinds = [TokenKind(max(kind, 0)) for kind in context._kinds[row, 0].tolist()]
     images = [slot for slot in tokens if kinds[first + slot] == IMAGE]
     last = [slot for slot in images if slot == context.new_len - 1]
     free = max(int(len(images) * rate), len(last)) - len(last)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import LayerContext
+from kvpolicy.layer_inputs import AttentionSettings
 
 
 def layer_of(keys: Tensor, values: Tensor | None = None) -> LayerContext:
@@ -24,7 +25,7 @@ def layer_of(keys: Tensor, values: Tensor | None = None) -> LayerContext:
         positions=torch.arange(key_len)[None, None],
         new_valid=torch.ones(1, key_len, dtype=torch.bool),
         seen_len=(key_len,),
-        scaling=1.0,
+        attention=AttentionSettings(1.0),
     )
 
 
@@ -53,7 +54,7 @@ def random_layer(
         positions=positions[:, None].expand(batch, 3, key_len).contiguous(),
         new_valid=positions >= 0,
         seen_len=lens,
-        scaling=head_dim**-0.5,
+        attention=AttentionSettings(head_dim**-0.5),
     )
 
 

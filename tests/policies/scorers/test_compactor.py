@@ -11,6 +11,7 @@ from kvpolicy.policies import ChunkAttentionScorer, Compactor, LeverageScorer
 from kvpolicy.rotary import PlainRotary
 from kvpolicy.testing import check_scorer
 from tests import reference
+from tests.contexts import with_layer
 from tests.policies.views import slots_of, view_of
 from tests.reference.query_agnostic import (
     chunk_attentions,
@@ -27,7 +28,7 @@ THETA = 100.0
 
 def turning(seed: int, lens: tuple[int, ...], query_len: int = 0) -> LayerContext:
     context = random_layer(seed, lens, query_len, head_dim=6)
-    return attrs.evolve(context, rotary=PlainRotary(6, THETA))
+    return with_layer(context, rotary=PlainRotary(6, THETA))
 
 
 def later_turn() -> LayerContext:
@@ -50,8 +51,10 @@ def later_turn() -> LayerContext:
 def test_a_key_of_its_own_direction_has_the_most_leverage() -> None:
     """Keys along one axis but for the third, which nothing else replaces."""
     keys = torch.tensor([[9.0, 0], [-9.0, 0], [0, 2.0], [8.0, 0], [-8.0, 0], [5.0, 0]])
-    context = attrs.evolve(layer_of(keys), rotary=PlainRotary(2, 1e30))
-    context = attrs.evolve(context, keys=context.rotary.turned(context.keys, context.positions))
+    context = with_layer(layer_of(keys), rotary=PlainRotary(2, 1e30))
+    context = attrs.evolve(
+        context, keys=context.layer.rotary.turned(context.keys, context.positions)
+    )
     saliency = LeverageScorer(0, 0).score(context)[0, 0]
     assert int(saliency.argmax()) == 2
     assert float(saliency.mean()) == pytest.approx(0.0, abs=1e-6)

@@ -12,6 +12,7 @@ from kvpolicy.policies import ExpectedAttention, ExpectedAttentionScorer
 from kvpolicy.policies.scorers.expected import mean_rotation
 from kvpolicy.rotary import PlainRotary
 from kvpolicy.testing import check_scorer
+from tests.contexts import with_layer
 from tests.policies.views import view_of
 from tests.reference.query_agnostic import expected_scores
 
@@ -23,7 +24,7 @@ THETA = 100.0
 def turning(seed: int, lens: tuple[int, ...], query_len: int) -> LayerContext:
     """Padded rows with a rotary embedding."""
     context = random_layer(seed, lens, query_len, head_dim=6)
-    return attrs.evolve(context, rotary=PlainRotary(6, THETA))
+    return with_layer(context, rotary=PlainRotary(6, THETA))
 
 
 def slow(
@@ -97,7 +98,7 @@ def test_the_formula_is_the_mean_over_normal_queries() -> None:
             normal = torch.randn(200_000, 6, generator=generator, dtype=torch.float64)
             drawn = of_head.mean(dim=0) + normal @ factor.T
             ahead = rotary.turned(drawn[None, None], torch.full((1, 1, 1), 40))[0, 0]
-            logits = ahead @ context.keys[0, head].double().T * context.scaling
+            logits = ahead @ context.keys[0, head].double().T * context.attention.scaling
             total += logits.exp().mean(dim=0) / logits.exp().mean(dim=0).sum() / 2
         torch.testing.assert_close(found[0, head], total, rtol=0.2, atol=5e-3)
 

@@ -1,11 +1,11 @@
 """The most that any query attends to a token, against loops."""
 
-import attrs
 import pytest
 import torch
 
 from kvpolicy import attention
 from kvpolicy.policies import AccumulatedAttentionScorer, PeakAttentionScorer
+from tests.contexts import with_attention
 from tests.policies.scorers.support import random_layer
 
 
@@ -23,7 +23,7 @@ def test_against_loops(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> Non
                 for query in range(length):
                     own = context.queries[row, query_head, first + query]
                     keys = context.keys[row, head, first : first + query + 1]
-                    weights = (keys @ own * context.scaling).softmax(dim=0).tolist()
+                    weights = (keys @ own * context.attention.scaling).softmax(dim=0).tolist()
                     most[: query + 1] = map(max, zip(most, weights, strict=False))
             assert found[row, head, first:].tolist() == pytest.approx(most, abs=1e-6)
 
@@ -36,5 +36,5 @@ def test_one_query_gives_the_sum() -> None:
 
 def test_a_sink_takes_its_share() -> None:
     context = random_layer(5, (9,), query_len=9)
-    with_sink = attrs.evolve(context, sinks=torch.full((6,), 20.0))
+    with_sink = with_attention(context, sinks=torch.full((6,), 20.0))
     assert bool((PeakAttentionScorer().score(with_sink) < 1e-3).all())

@@ -41,7 +41,7 @@ def slow_attention(context: LayerContext, row: int, head: int, window: int) -> l
     queries = context.queries[row, 2 * head : 2 * head + 2, :].double()
     own = [at for at in range(context.query_len) if context.query_valid[row, at]]
     given = [
-        softmax([max((queries[:, at] @ key).tolist()) * context.scaling for key in keys])
+        softmax([max((queries[:, at] @ key).tolist()) * context.attention.scaling for key in keys])
         for at in own
     ]
     return max_pool([sum(column) / len(own) for column in zip(*given, strict=True)], 3)

@@ -23,6 +23,7 @@ from kvpolicy.policies import (
 from kvpolicy.policies.selectors.critical import output_norms
 from kvpolicy.testing import check_selector
 from tests import reference
+from tests.contexts import with_layer
 from tests.policies.scorers.support import layer_of, random_layer
 from tests.policies.views import slots_of, view_of
 from tests.reference.query_agnostic import projected
@@ -47,7 +48,7 @@ def test_on_paper() -> None:
     the second halves: 3 halves of each value, so that 3, 2 and 9 are left in the second stage.
     """
     values = torch.tensor([1.0, -1.0, 1.0, 1.0, -9.0, 1.0])[:, None]
-    context = attrs.evolve(
+    context = with_layer(
         layer_of(torch.ones(6, 1), values), output_weight=torch.tensor([[[1.0, -0.5]]])
     )
     saliency = torch.tensor([[[5.0, 4.0, 3.0, 2.0, 1.0, 0.0]]])
@@ -67,7 +68,7 @@ def test_on_paper() -> None:
 def test_tokens_without_attention_compete_by_their_values() -> None:
     """Epsilon is added to the attention, not to the product: of zeros the largest value is kept."""
     values = torch.tensor([1.0, 3.0, 2.0, 1.0])[:, None]
-    context = attrs.evolve(layer_of(torch.ones(4, 1), values), output_weight=torch.ones(1, 1, 1))
+    context = with_layer(layer_of(torch.ones(4, 1), values), output_weight=torch.ones(1, 1, 1))
     inner = GQAGroupSelector(retention_tokens=2, window_size=1)
     kept = CriticalSelector(inner, 0.0).select(torch.zeros(1, 1, 4), context)
     assert kept.tolist() == [[[1, 3]]]
@@ -76,7 +77,7 @@ def test_tokens_without_attention_compete_by_their_values() -> None:
 def test_norms_against_slow_loops() -> None:
     weight = weights()
     context = attrs.evolve(random_layer(0, (11, 4)), queries=torch.zeros(2, 6, 0, 5))
-    found = output_norms(attrs.evolve(context, output_weight=weight))
+    found = output_norms(with_layer(context, output_weight=weight))
     for row in range(2):
         for head in range(3):
             for slot in range(11):
@@ -91,7 +92,7 @@ def test_norms_against_slow_loops() -> None:
 @pytest.mark.parametrize("rate", [0.2, 0.5])
 def test_the_method_against_slow_loops_in_padded_rows(share: float, rate: float) -> None:
     lens, weight = (31, 14, 5), weights(1)
-    context = attrs.evolve(random_layer(5, lens, query_len=3), output_weight=weight)
+    context = with_layer(random_layer(5, lens, query_len=3), output_weight=weight)
     policy = CriticalKV(rate, 3, kernel_size=3, first_share=share)
     method = reference.CriticalKV(rate, 3, 3, first_share=share)
     kept = policy.decide(context).kept
@@ -105,7 +106,7 @@ def test_the_method_against_slow_loops_in_padded_rows(share: float, rate: float)
 
 
 def test_around_ada_kv_heads_keep_their_numbers() -> None:
-    context = attrs.evolve(random_layer(6, (40, 21), query_len=4), output_weight=weights(2))
+    context = with_layer(random_layer(6, (40, 21), query_len=4), output_weight=weights(2))
     scorer, inner = WindowMaxPoolScorer(4, 3), AdaptiveHeadSelector(0.3, 4)
     policy = CachePolicy(scorer, CriticalSelector(inner), PassAllPropagation())
     kept, base = policy.decide(context).kept, inner.select(scorer.score(context), context)

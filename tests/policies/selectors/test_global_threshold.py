@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
 from kvpolicy.deferred_selection import DeferredLayer, kept_of_all
+from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.part_calls import DeferredChecks
 from kvpolicy.policies import (
     GlobalThresholdSelector,
@@ -30,7 +31,7 @@ def layer(positions: list[list[list[int]]], *, seen: int, layer_idx: int = 0) ->
         positions=places,
         new_valid=places[:, 0] >= 0,
         seen_len=(seen,) * len(places),
-        scaling=1.0,
+        attention=AttentionSettings(1.0),
     )
 
 

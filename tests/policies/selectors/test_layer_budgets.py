@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
+from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     AdaKV,
     AdaptiveHeadSelector,
@@ -35,7 +36,7 @@ def prompt(key_len: int, *, kv_heads: int = 1, layer_idx: int = 0, num_layers: i
         positions=torch.arange(key_len).expand(1, kv_heads, key_len),
         new_valid=torch.ones(1, key_len, dtype=torch.bool),
         seen_len=(key_len,),
-        scaling=1.0,
+        attention=AttentionSettings(1.0),
     )
 
 

@@ -15,11 +15,12 @@ from kvpolicy.host_counts import on_device
 from kvpolicy.integrations.transformers.forward.layer_contexts import layer_context
 from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
 from kvpolicy.integrations.transformers.model.rotary import LayerRotary
-from kvpolicy.integrations.transformers.model.routing import AttentionInputs, Scores
+from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.layer_inputs import AttentionSettings, DecodingInputs
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
 
@@ -61,7 +62,7 @@ class WindowSurvivors:
             window: The layer's sliding window.
             implementation: The model's attention implementation.
             seen_len: ``lengths`` as Python ints; None if unknown.
-            held_len: See `LayerContext.held_len`.
+            held_len: See `LayerContext`.
         """
         lengths = lengths.to(positions.device)[:, None, None]
         short = lengths <= window
@@ -153,7 +154,7 @@ class LayerCandidates:
     values: Tensor
     stored: tuple[Tensor, Tensor]
     positions: Tensor
-    scores: Scores
+    scores: AttentionSettings
     tokens: SeenTokens
     observed: RecentQueries
 
@@ -281,11 +282,10 @@ class LayerCandidates:
             seen_len=tuple(tokens.lengths.tolist()),
             stored=self.stored,
             tokens=tokens,
-            query_positions=places,
-            state=carried,
+            decoding=DecodingInputs(carried, places),
             rotary=self._rotary() if decoding.needs_rotary else None,
             output_weight=layer.facts.weight(values) if decoding.needs_output_weight else None,
-        ).showing(decoding.num_queries)
+        )._showing(decoding.num_queries)
 
     def _rotary(self) -> LayerRotary:
         assert self.layer.facts.turns is not None

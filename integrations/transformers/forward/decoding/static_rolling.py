@@ -21,10 +21,10 @@ from kvpolicy.decoding import DecodingEviction
 from kvpolicy.integrations.transformers.forward.decoding.static_choosing import not_shown
 from kvpolicy.integrations.transformers.model.masks import Visibility
 from kvpolicy.integrations.transformers.model.observing import observed_by
-from kvpolicy.integrations.transformers.model.routing import Scores
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.selection import gather_slots
 
 
@@ -144,7 +144,7 @@ class RollingQueries:
     keys: Tensor
     query: Tensor
     weights: Tensor
-    scores: Scores
+    scores: AttentionSettings
 
     def write(self, queries: Tensor, mask: Tensor, values: Tensor | None) -> Tensor | None:
         """Store one token's query and its attention weights; see `QueryRing.write`."""

@@ -15,7 +15,7 @@ class LatentAttention(LayerKind):
 
     Attention computes keys and values from them. A policy's scorer sees these keys and values, head
     by head. All heads keep the same tokens, chosen by the mean of their saliency: the selector gets
-    a context of one head, with what the layer holds as its keys (`LayerContext.for_selector`). The
+    a context of one head, with what the layer holds as its keys (`LayerContext._for_selector`). The
     layer holds the latents, the report counts them, and positions are ``[batch, 1, kept_len]``. The
     module's call is recognised as `routing` says. This behaviour does not depend on this class: it
     follows from the inputs of the attention function, for any layer whose module makes more heads
