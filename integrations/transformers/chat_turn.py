@@ -22,7 +22,10 @@ from kvpolicy.integrations.transformers.chat_reading import (
 )
 from kvpolicy.integrations.transformers.chat_template import ChatTemplate
 from kvpolicy.integrations.transformers.document import beams_of, pad_of, read
-from kvpolicy.integrations.transformers.generation import effective_config
+from kvpolicy.integrations.transformers.generation import (
+    check_generation,
+    effective_config,
+)
 
 # The length of an answer where nothing says how long it may be.
 ANSWER_LEN = 512
@@ -73,6 +76,8 @@ class ChatTurn:
             set_offsets(model, self.offsets)
         with ExitStack() as stack:
             if self.lasting.ids < len(self.ids):
+                given = {**generation, "input_ids": ids, "attention_mask": mask}
+                check_generation(model, self.cache, (), given)  # before anything is computed
                 lasting, chunk = slice(self.lasting.ids), config.prefill_chunk_size
                 read(model, self.cache, ids[:, lasting], mask[:, lasting], chunk_len=chunk)
                 stack.enter_context(self.cache.appending())

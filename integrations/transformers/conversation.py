@@ -129,7 +129,7 @@ class Conversation:
         held = held_in_words(self.cache.layers, self.cache.get_seq_length())
         said = [f"{turns} turn{'' if turns == 1 else 's'}", held]
         if self.rereadings:
-            said.append(f"read anew {self.rereadings} times")
+            said.append(f"read anew {self.rereadings} time{'' if self.rereadings == 1 else 's'}")
         name = f"{type(self).__name__}({type(self._model).__name__}, {self.policy})"
         return f"{name}: {', '.join(said)}"
 
