@@ -245,3 +245,22 @@ def test_forks_go_on_by_themselves(
     assert_equal(forks[2], origin)
     forks[2].messages[0]["content"] = "else"
     assert origin.messages[0]["content"] == QUESTIONS[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_an_end_that_the_template_does_not_write_is_never_read(
+    llama: PreTrainedModel, policy: CachePolicy
+) -> None:
+    """Its keys were not computed yet: the template's own end follows the answer."""
+    tokenizer = chatter()
+    conversation, by_hand = Conversation(llama, tokenizer, policy), ByHand(llama, tokenizer, policy)
+    other = tokenizer.bos_token_id
+    says = [*script(tokenizer, "so the fox____."), other]
+    new = ""
+    for question in QUESTIONS:
+        conversation.ask(question, **saying(says), eos_token_id=[other, tokenizer.eos_token_id])
+        by_hand.ids = by_hand.ids[:-1]
+        by_hand.ask(f"{new}<|start|>user\n{question}<|end|>\n<|start|>assistant\n", says)
+        assert_same(conversation, by_hand)
+        new = "<|end|>\n"
+    assert conversation.rereadings == 0
