@@ -92,8 +92,10 @@ class ChatReading:
             cache.crop(-self._beyond(mark))
         return cache
 
-    def change(self, text: str) -> str:
-        """Say where a text differs from what was read."""
+    def change(self, text: str, images: Sequence[Any]) -> str:
+        """Say in what a conversation differs from what was read."""
+        if not self.has_images(images):
+            return "its images are others, which are read in one prompt with all before them"
         same = common_len(self.text, text)
         was, now = (each[same : same + SHOWN] for each in (self.text, text))
         return f"from character {same} on it was {was!r} and is {now!r}"

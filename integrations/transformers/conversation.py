@@ -197,7 +197,7 @@ class Conversation:
             config = complete(self._model, self._template.tokenizer, generation)
             turn, anew = self._turn(messages)
             if anew:
-                change = self._reading.change(turn.text)
+                change = self._reading.change(turn.text, turn.images)
                 warnings.warn(
                     f"the conversation is read anew, {len(turn.ids)} tokens: {change}",
                     RereadingWarning,
