@@ -12,18 +12,18 @@ from typing import Any
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.errors import CacheInUseError
 from kvpolicy.integrations.transformers.cache import PolicyCache
-from kvpolicy.integrations.transformers.chat_reading import (
+from kvpolicy.integrations.transformers.chat.reading import (
     ChatReading,
     Mark,
 )
-from kvpolicy.integrations.transformers.chat_saving import SavedChat
-from kvpolicy.integrations.transformers.chat_template import (
+from kvpolicy.integrations.transformers.chat.saving import SavedChat
+from kvpolicy.integrations.transformers.chat.template import (
     ChatTemplate,
     Message,
     copy_of,
     images_of,
 )
-from kvpolicy.integrations.transformers.chat_turn import (
+from kvpolicy.integrations.transformers.chat.turn import (
     ChatTurn,
     check_beams,
     check_known,

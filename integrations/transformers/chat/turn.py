@@ -13,14 +13,14 @@ from transformers import GenerationConfig
 
 from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.cache import PolicyCache
-from kvpolicy.integrations.transformers.chat_reading import (
+from kvpolicy.integrations.transformers.chat.reading import (
     ChatReading,
     Mark,
     offsets_of,
     per_token,
     set_offsets,
 )
-from kvpolicy.integrations.transformers.chat_template import ChatTemplate
+from kvpolicy.integrations.transformers.chat.template import ChatTemplate
 from kvpolicy.integrations.transformers.document import beams_of, pad_of, read
 from kvpolicy.integrations.transformers.generation import (
     check_generation,

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.cache import PolicyCache
-from kvpolicy.integrations.transformers.chat_reading import ChatReading, Mark
-from kvpolicy.integrations.transformers.chat_template import Message, images_of
+from kvpolicy.integrations.transformers.chat.reading import ChatReading, Mark
+from kvpolicy.integrations.transformers.chat.template import Message, images_of
 
 VERSION = 1
 # Stands for an image in JSON.

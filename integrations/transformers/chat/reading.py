@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.integrations.transformers.cache import PolicyCache
-from kvpolicy.integrations.transformers.chat_template import common_len
+from kvpolicy.integrations.transformers.chat.template import common_len
 
 # Characters of a text that a warning shows.
 SHOWN = 40
