@@ -238,8 +238,7 @@ class Conversation:
             ids = [*before.ids[: start.ids], *template.ids(text, start.chars)]
             inputs = before.inputs_for(len(ids))
         check_known(self._model, ids)
-        lasting = self._lasting(messages, text, ids, start) if not images else None
-        lasting = Mark(len(ids), len(text)) if lasting is None else lasting
+        lasting = self._lasting(messages, text, ids, start) or Mark(len(ids), len(text))
         turn = ChatTurn(
             before.copied(start), text, ids, lasting, inputs, tuple(images), before.offsets
         )

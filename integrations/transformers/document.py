@@ -242,9 +242,10 @@ def read(
     model: Any,
     cache: PolicyCache,
     input_ids: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     *,
     chunk_len: int | None = None,
+    **inputs: Tensor,
 ) -> None:
     """Read prompts, or the texts they begin with, into a cache under its policy.
 
@@ -252,8 +253,9 @@ def read(
         model: A decoder-only model of Transformers.
         cache: The cache. Columns that it has read before are left out.
         input_ids: ``[batch, len]``, padded on the left.
-        attention_mask: ``[batch, len]``, 0 on padding.
+        attention_mask: ``[batch, len]``, 0 on padding; None without padding.
         chunk_len: Number of columns that are read at a time; None for all.
+        inputs: Further inputs of the model, for all columns at a time.
     """
     keep = {} if "logits_to_keep" not in _parameters(model) else {"logits_to_keep": 1}
     seen, width = cache.get_seq_length(), input_ids.shape[1]
@@ -261,8 +263,9 @@ def read(
         cache.start_turn(width - seen)
         for start in range(seen, width, chunk_len or width):
             end = min(start + (chunk_len or width), width)
-            mask = attention_mask[:, :end]
-            model(input_ids[:, start:end], attention_mask=mask, past_key_values=cache, **keep)
+            mask = None if attention_mask is None else attention_mask[:, :end]
+            given = {"attention_mask": mask, "past_key_values": cache, **keep, **inputs}
+            model(input_ids[:, start:end], **given)
 
 
 def _parameters(model: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import attrs
@@ -111,8 +112,8 @@ def offsets_of(model: nn.Module) -> tuple[Tensor | None, ...]:
 
 
 def set_offsets(model: nn.Module, offsets: tuple[Tensor | None, ...]) -> None:
-    """Give a model again what `offsets_of` returned; nothing of a conversation without one."""
-    for each, own in zip(_rememberers(model), offsets, strict=False):
+    """Give a model again what `offsets_of` returned; None where it returned nothing yet."""
+    for each, own in zip_longest(_rememberers(model), offsets):
         each.rope_deltas = own
 
 

@@ -72,14 +72,17 @@ class ChatTurn:
             name: each.to(model.device, model.dtype if each.is_floating_point() else None)
             for name, each in self.inputs.items()
         }
-        if self.cache.get_seq_length():
-            set_offsets(model, self.offsets)
+        set_offsets(model, self.offsets)
         with ExitStack() as stack:
             if self.lasting.ids < len(self.ids):
                 given = {**generation, "input_ids": ids, "attention_mask": mask}
                 check_generation(model, self.cache, (), given)  # before anything is computed
-                lasting, chunk = slice(self.lasting.ids), config.prefill_chunk_size
-                read(model, self.cache, ids[:, lasting], mask[:, lasting], chunk_len=chunk)
+                # Chunks must not end among an image's tokens, which `generate` knows.
+                chunk = None if inputs else config.prefill_chunk_size
+                of_tokens, count = per_token(inputs, len(self.ids)), self.lasting.ids
+                first = inputs | {name: each[:, :count] for name, each in of_tokens.items()}
+                read(model, self.cache, ids[:, :count], None, chunk_len=chunk, **first)
+                inputs = of_tokens
                 stack.enter_context(self.cache.appending())
             self.cache.batch_repeat_interleave(config.num_beams or 1)
             output = model.generate(

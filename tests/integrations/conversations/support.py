@@ -2,16 +2,24 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FullContext
 from kvpolicy.policy import CachePolicy
-from tests.evaluation.compression.tokenizers import byte_tokenizer
+from tests.evaluation.compression.tokenizers import CORPUS, byte_tokenizer
 from tests.reference import tiny_model
 from tests.reference.models import Family
 
@@ -40,6 +48,28 @@ COUNTING = "{{ messages | length }} messages\n" + CHATML
 
 def chatter(template: str = CHATML) -> Any:
     return byte_tokenizer(template, vocab_size=VOCABULARY)
+
+
+# As Llama 2's, with spaces around an answer that are no part of it.
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]{% else %}"
+    " {{ m.content | trim }} </s>{% endif %}{% endfor %}"
+)
+
+
+def spaced_tokenizer(scheme: Literal["always", "first", "never"]) -> Any:
+    """A tokenizer whose tokens begin with spaces, and which may put one before a text."""
+    tokenizer: Any = Tokenizer(BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([*CORPUS, "[INST] , ? [/INST]"] * 3, trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    made.chat_template = LLAMA2
+    return made
 
 
 def chat_model(family: Family, *, seed: int = 1) -> PreTrainedModel:

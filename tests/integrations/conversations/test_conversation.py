@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,18 @@ from kvpolicy.integrations.transformers import Conversation, RereadingWarning
 from kvpolicy.policies import AdaKV, FastKV, FullContext, SnapKV, StreamingLLM
 from kvpolicy.policy import CachePolicy
 
-from .support import CHATML, COUNTING, LLAMA3, QWEN3, ByHand, chat_model, chatter, saying, script
+from .support import (
+    CHATML,
+    COUNTING,
+    LLAMA3,
+    QWEN3,
+    ByHand,
+    chat_model,
+    chatter,
+    saying,
+    script,
+    spaced_tokenizer,
+)
 
 POLICIES = [
     FullContext(),
@@ -29,9 +41,9 @@ FORMS = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return chat_model(request.param)
+@pytest.fixture(scope="module")
+def qwen3() -> PreTrainedModel:
+    return chat_model("qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +66,11 @@ def assert_same(conversation: Conversation, by_hand: ByHand) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_turns_are_those_by_hand(
-    model: PreTrainedModel, policy: CachePolicy, form: str, ends: bool
+    llama: PreTrainedModel, qwen3: PreTrainedModel, policy: CachePolicy, form: str, ends: bool
 ) -> None:
     """The ids of answers stay, though the tokenizer has fewer for their text."""
     template, first, before, behind, after = FORMS[form]
+    model = llama if form == "llama3" else qwen3
     tokenizer = chatter(template)
     end = tokenizer.eos_token_id
     says = [*script(tokenizer, "so the fox____."), *([end] if ends else [])]
@@ -263,4 +276,23 @@ def test_an_end_that_the_template_does_not_write_is_never_read(
         by_hand.ask(f"{new}<|start|>user\n{question}<|end|>\n<|start|>assistant\n", says)
         assert_same(conversation, by_hand)
         new = "<|end|>\n"
+    assert conversation.rereadings == 0
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["cut", "ended"])
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_a_tokenizer_that_marks_spaces(llama: PreTrainedModel, scheme: Any, ends: bool) -> None:
+    """The ids are those of the whole text, also where a text by itself begins with a space."""
+    tokenizer = spaced_tokenizer(scheme)
+    conversation, seen = Conversation(llama, tokenizer, SnapKV(0.5)), 0
+    said = tokenizer.convert_tokens_to_ids(["▁the", "▁castle"])
+    says = [*said, *([tokenizer.eos_token_id] if ends else [])]
+    for question in QUESTIONS:
+        before = conversation._reading.ids
+        conversation.ask(question, **saying(says))
+        ids = conversation._reading.ids
+        assert ids[:seen] == before[:seen]
+        text = conversation._reading.text
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == list(ids)
+        seen = conversation.cache.get_seq_length()
     assert conversation.rereadings == 0
