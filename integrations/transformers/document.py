@@ -260,7 +260,7 @@ def read(
     keep = {} if "logits_to_keep" not in _parameters(model) else {"logits_to_keep": 1}
     seen, width = cache.get_seq_length(), input_ids.shape[1]
     with torch.no_grad(), cache.attached(model):
-        cache.start_turn(width - seen)
+        cache.start_turn(None if chunk_len is None else width - seen)
         for start in range(seen, width, chunk_len or width):
             end = min(start + (chunk_len or width), width)
             mask = None if attention_mask is None else attention_mask[:, :end]

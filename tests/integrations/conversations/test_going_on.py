@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel, TextStreamer
+from transformers import GenerationConfig, PreTrainedModel, TextStreamer
 
 from kvpolicy.errors import CacheInUseError, UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers import (
@@ -288,13 +288,19 @@ def test_stop_strings_and_lengths(llama: PreTrainedModel) -> None:
     assert said == "so the"
     said = conversation.ask(QUESTIONS[1], **answer(tokenizer, "dog"))
     assert (said, conversation.rereadings) == ("dog", 0)
+    before = len(conversation._reading.ids)
+    config = GenerationConfig(max_new_tokens=3, return_dict_in_generate=True)
+    conversation.ask(QUESTIONS[1], generation_config=config, suppress_tokens=[0, 1, 2])
+    said = tokenizer("<|start|>user\nand the lazy dog?<|end|>\n<|start|>assistant\n")["input_ids"]
+    # Before it the line behind the last answer; `said` begins with a token of its own.
+    assert len(conversation._reading.ids) == before + 1 + len(said) - 1 + 3
     # No length is given, so that 512 tokens are the most.
-    llama.generation_config.max_length = 90
+    llama.generation_config.max_length = 120
     try:
         conversation.ask(QUESTIONS[2], suppress_tokens=[0, 1, 2])
     finally:
         llama.generation_config.max_length = None
-    assert len(conversation._reading.ids) == 90
+    assert len(conversation._reading.ids) == 120
 
 
 @pytest.mark.parametrize("size", [5, 16])
