@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, repeat
 from typing import Any
 
 import attrs
@@ -113,7 +113,7 @@ def offsets_of(model: nn.Module) -> tuple[Tensor | None, ...]:
 
 def set_offsets(model: nn.Module, offsets: tuple[Tensor | None, ...]) -> None:
     """Give a model again what `offsets_of` returned; None where it returned nothing yet."""
-    for each, own in zip_longest(_rememberers(model), offsets):
+    for each, own in zip(_rememberers(model), chain(offsets, repeat(None)), strict=False):
         each.rope_deltas = own
 
 
