@@ -14,6 +14,7 @@ from transformers import pipeline
 
 from benchmarks.common import BASELINE
 from kvpolicy.evaluation.comparison.speed import Speed
+from kvpolicy.integrations.transformers import Conversation
 from kvpolicy.integrations.transformers.model.tested import TESTED
 from kvpolicy.registry import registered
 from tests.integrations.lm_eval.support import char_tokenizer
@@ -26,7 +27,7 @@ BUILDS = builds()
 README = (ROOT / "README.md").read_text()
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 FIRST, DOCUMENT, SCORER = PYTHON.findall(README)
-USE, APPLIED = PYTHON.findall((ROOT / "docs/use.md").read_text())
+USE, APPLIED, CHAT = PYTHON.findall((ROOT / "docs/use.md").read_text())
 
 
 def run(code: str, **names: Any) -> str:
@@ -75,6 +76,16 @@ def test_the_example_of_applying() -> None:
     code = APPLIED.replace("FastKV()", "FastKV(tsp_layer=1)")  # the model has four layers
     printed = run(code, model=model, pipe=pipe, texts=["a short text, read under a policy. " * 3])
     assert printed.splitlines()[-1].startswith("total")
+
+
+def test_the_example_of_a_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = tiny_model("llama", seed=0), char_tokenizer()
+    text = "it was written by the rain, and costs a little. " * 2
+    printed = run(CHAT.replace("256", "4"), model=model, tokenizer=tokenizer, text=text)
+    assert re.search(r"^Conversation\(Llama.*\): 1 turn, 1\d\d tokens read", printed, re.MULTILINE)
+    loaded = Conversation.load("chat.safetensors", model, tokenizer)
+    assert len(loaded.messages) == 3
 
 
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")

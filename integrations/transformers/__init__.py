@@ -3,6 +3,7 @@
 from kvpolicy.integrations.transformers.applying import AppliedPolicy, apply_policy
 from kvpolicy.integrations.transformers.batching import wrap_continuous_batching
 from kvpolicy.integrations.transformers.cache import PolicyCache
+from kvpolicy.integrations.transformers.conversation import Conversation, RereadingWarning
 from kvpolicy.integrations.transformers.document import ReadDocument
 from kvpolicy.integrations.transformers.generation import wrap_generate
 from kvpolicy.integrations.transformers.state.report import CacheReport, LayerReport
@@ -16,12 +17,14 @@ from kvpolicy.integrations.transformers.state.storage import (
 __all__ = [
     "AppliedPolicy",
     "CacheReport",
+    "Conversation",
     "LayerReport",
     "OffloadedStorage",
     "PlainStorage",
     "PolicyCache",
     "QuantizedStorage",
     "ReadDocument",
+    "RereadingWarning",
     "Storage",
     "apply_policy",
 ]

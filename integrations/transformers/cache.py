@@ -201,17 +201,21 @@ class PolicyCache(DispatchedCache):
             OSError: The file cannot be written, or is not a regular file; an existing file stays as
                 it was.
         """
+        self.to_save().write(path)
+
+    def to_save(self) -> SavedCache:
+        """Return what `save` writes; not for users."""
         reader = copy.copy(self._reader)  # the copy undoes a forward that is under way
         if reader.tokens is None or reader.chunks is not None:
             raise ValueError("cache must have read a prompt to be saved, got one that has not")
-        SavedCache(
+        return SavedCache(
             policy=describe(self.policy),
             model=self._fingerprint(),
             tokens=reader.tokens,
             layers=reader.layers,
             propagated=dict(reader.now.propagated),
             starts_turn=reader.now.starts_turn,
-        ).write(path)
+        )
 
     def _fingerprint(self) -> ModelFingerprint:
         if self._loaded_for is not None:

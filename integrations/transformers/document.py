@@ -123,11 +123,7 @@ class ReadDocument:
                 raise TypeError(f"questions must be texts, got {question!r} among them")
         if batch_size is not None:
             check_count("batch_size", batch_size, minimum=1)
-        for name in OWN_ARGUMENTS & generation.keys():
-            raise ValueError(
-                f"generation must not name {name}, which is made of document and question, got "
-                f"{generation[name]!r}"
-            )
+        check_options(generation, "document and question")
         rows = [self._question_ids(question) for question in questions]
         size, answers = batch_size or max(len(rows), 1), list[str]()
         for start in range(0, len(rows), size):
@@ -135,8 +131,7 @@ class ReadDocument:
         return answers
 
     def _answer(self, rows: Sequence[list[int]], generation: dict[str, Any]) -> list[str]:
-        pad = self._tokenizer.pad_token_id
-        pad = self._tokenizer.eos_token_id if pad is None else pad
+        pad = pad_of(self._tokenizer)
         asked, valid = left_padded(rows, pad or 0, self._ids.device)
         document = self._ids.expand(len(rows), -1)
         ids = torch.cat([document, asked], dim=1)
@@ -201,6 +196,28 @@ def prompt_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
     return ids
 
 
+def check_options(generation: Mapping[str, Any], made_of: str) -> None:
+    """Check that arguments for `generate` name neither its inputs nor its cache.
+
+    Args:
+        generation: The arguments.
+        made_of: What inputs and cache are made of, for the message.
+
+    Raises:
+        ValueError: One of them is named.
+    """
+    for name in sorted(OWN_ARGUMENTS & generation.keys()):
+        raise ValueError(
+            f"generation must not name {name}, which is made of {made_of}, got {generation[name]!r}"
+        )
+
+
+def pad_of(tokenizer: Any) -> int | None:
+    """Return a tokenizer's id of padding, or of the end of a text; None without either."""
+    pad: int | None = tokenizer.pad_token_id
+    return tokenizer.eos_token_id if pad is None else pad
+
+
 def beams_of(model: Any, generation: Mapping[str, Any]) -> int:
     """Return how many rows `generate` makes of each prompt: the number of beams.
 
@@ -221,18 +238,34 @@ def beams_of(model: Any, generation: Mapping[str, Any]) -> int:
     return 1 if beams is None else check_count("num_beams", beams, minimum=1)
 
 
-def read(model: Any, cache: PolicyCache, input_ids: Tensor, attention_mask: Tensor) -> None:
-    """Read prompts, or the documents they begin with, into a cache under its policy.
+def read(
+    model: Any,
+    cache: PolicyCache,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    chunk_len: int | None = None,
+    **inputs: Tensor,
+) -> None:
+    """Read prompts, or the texts they begin with, into a cache under its policy.
 
     Args:
         model: A decoder-only model of Transformers.
-        cache: An empty cache.
+        cache: The cache. Columns that it has read before are left out.
         input_ids: ``[batch, len]``, padded on the left.
-        attention_mask: ``[batch, len]``, 0 on padding.
+        attention_mask: ``[batch, len]``, 0 on padding; None without padding.
+        chunk_len: Number of columns that are read at a time; None for all.
+        inputs: Further inputs of the model, for all columns at a time.
     """
     keep = {} if "logits_to_keep" not in _parameters(model) else {"logits_to_keep": 1}
+    seen, width = cache.get_seq_length(), input_ids.shape[1]
     with torch.no_grad(), cache.attached(model):
-        model(input_ids, attention_mask=attention_mask, past_key_values=cache, **keep)
+        cache.start_turn(None if chunk_len is None else width - seen)
+        for start in range(seen, width, chunk_len or width):
+            end = min(start + (chunk_len or width), width)
+            mask = None if attention_mask is None else attention_mask[:, :end]
+            given = {"attention_mask": mask, "past_key_values": cache, **keep, **inputs}
+            model(input_ids[:, start:end], **given)
 
 
 def _parameters(model: Any) -> Any:

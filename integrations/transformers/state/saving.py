@@ -65,8 +65,12 @@ class SavedCache:
     propagated: dict[int, Tensor]
     starts_turn: bool
 
-    def write(self, path: str | os.PathLike[str]) -> None:
+    def write(self, path: str | os.PathLike[str], **beside: str) -> None:
         """Write the cache to a file; leave no partial file if that fails.
+
+        Args:
+            path: The file.
+            beside: Further texts for the file by name, which `read` does not look at.
 
         Raises:
             TypeError: ``path`` is no path.
@@ -88,6 +92,7 @@ class SavedCache:
             **_producer_metadata(self.layers),
             **_size_metadata(self.layers),
             **_since_metadata(self.tokens),
+            **beside,
         }
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".saving-")
         os.close(handle)

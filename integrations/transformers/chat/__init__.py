@@ -1,0 +1,1 @@
+"""The parts of a conversation: its text, what is read of it, one turn, its file."""

@@ -1,0 +1,234 @@
+"""Render a conversation by its tokenizer's chat template, and encode what is new of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+Message = dict[str, Any]
+
+# Options of `apply_chat_template` that follow from the conversation.
+OWN_OPTIONS = {
+    "add_generation_prompt",
+    "continue_final_message",
+    "conversation",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+}
+# The content of messages that nobody has written yet.
+LATER = "x"
+# The fields of a part of a message that say which image it is.
+IMAGE_FIELDS = ("image", "url", "path", "base64")
+# So many tokens before an answer show how the tokenizer joins it to them.
+CONTEXT = 4
+
+
+class ChatTemplate:
+    """A tokenizer or processor with a chat template, and the template's options.
+
+    Args:
+        tokenizer: A tokenizer of Transformers, or a processor around one, which reads images.
+        options: Options of the chat template, such as ``{"enable_thinking": False}``.
+
+    Attributes:
+        tokenizer: The tokenizer, also if a processor was given.
+        processor: The processor; None without one.
+        options: The options.
+
+    Raises:
+        TypeError: ``tokenizer`` is neither, or ``options`` is not a mapping of names.
+        ValueError: There is no chat template, or ``options`` names what the conversation sets.
+    """
+
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None) -> None:
+        options = {} if options is None else options
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            raise TypeError(f"template_options must be a mapping of names, got {options!r}")
+        for name in sorted(OWN_OPTIONS & options.keys()):
+            raise ValueError(
+                f"template_options must not name {name}, which follows from the conversation, got "
+                f"{options[name]!r}"
+            )
+        own = getattr(tokenizer, "tokenizer", None)
+        if not callable(tokenizer) or not hasattr(tokenizer if own is None else own, "decode"):
+            raise TypeError(
+                f"tokenizer must be a tokenizer or processor of Transformers, got {tokenizer!r}"
+            )
+        self.processor = None if own is None else tokenizer
+        self.tokenizer: Any = tokenizer if own is None else own
+        self._owner = tokenizer if getattr(tokenizer, "chat_template", None) else self.tokenizer
+        self.options: dict[str, Any] = dict(options)
+        if not getattr(self._owner, "chat_template", None) and "chat_template" not in options:
+            raise ValueError(
+                "tokenizer must have a chat_template, which says how a model reads turns, got none "
+                f"in {type(tokenizer).__name__}; set tokenizer.chat_template, or use PolicyCache "
+                "with texts of your own"
+            )
+
+    def content_of(self, parts: Sequence[Mapping[str, Any]]) -> Any:
+        """Return a message's content from parts: a text, or for a processor a list of parts."""
+        if self.processor is not None:
+            return [dict(part) for part in parts]
+        return "\n\n".join(part["text"] for part in parts)
+
+    def render(self, messages: Sequence[Message], *, asks: bool = True) -> str:
+        """Return the text of a conversation.
+
+        Args:
+            messages: The conversation.
+            asks: Whether it ends with the beginning of an answer.
+
+        Raises:
+            ValueError: The template refuses the conversation.
+        """
+        shown = [_without_images(each) for each in messages]
+        text: str = self._apply(shown, add_generation_prompt=asks, tokenize=False)
+        return text
+
+    def _apply(self, messages: Sequence[Message], **arguments: Any) -> Any:
+        from jinja2 import TemplateError
+
+        try:
+            return self._owner.apply_chat_template(list(messages), **arguments, **self.options)
+        except TemplateError as error:
+            roles = [each.get("role") for each in messages]
+            raise ValueError(
+                "messages must be a conversation that the tokenizer's chat template accepts, got "
+                f"the roles {roles}: {error}"
+            ) from error
+
+    def lasting(self, messages: Sequence[Message], text: str) -> int:
+        """Return how many characters of a conversation's text stay once it is answered.
+
+        A template may begin an answer with a text that it leaves out of later turns, as those of
+        thinking models do.
+
+        Args:
+            messages: The conversation, which ends with a question.
+            text: What `render` returns for it.
+        """
+        said = [{"type": "text", "text": LATER}]
+        answer = {"role": "assistant", "content": self.content_of(said)}
+        try:
+            before = self.render(messages, asks=False)
+            question = {"role": "user", "content": self.content_of(said)}
+            later = self.render([*messages, answer, question])
+        except ValueError:
+            return len(text)
+        first = len(before)
+        if not text.startswith(before) or not later.startswith(before):
+            return len(text)
+        return first + common_len(text[first:], later[first:])
+
+    def ids(self, text: str, start: int = 0) -> list[int]:
+        """Return the token ids of a text from a character on.
+
+        They are those of the whole text, where a token begins at the character.
+        """
+        whole = self._encode(text)
+        before = self._encode(text[:start]) if start else []
+        return (
+            whole[len(before) :] if whole[: len(before)] == before else self._encode(text[start:])
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def read_images(self, messages: Sequence[Message]) -> tuple[list[int], dict[str, Tensor]]:
+        """Return the token ids of a conversation with images, and the model's other inputs."""
+        made = self._apply(
+            messages,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        others = {name: made[name] for name in made if name not in ("input_ids", "attention_mask")}
+        return made["input_ids"][0].tolist(), others
+
+    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
+        """Return the text of an answer, with or without its special tokens."""
+        text: str = self.tokenizer.decode(
+            list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """Return the text that an answer adds to the text of the tokens before it.
+
+        Some tokenizers leave out the white space with which a text begins.
+        """
+        context = list(before[-CONTEXT:])
+        lead, whole = self.decode(context), self.decode([*context, *ids])
+        return whole[len(lead) :] if whole.startswith(lead) else self.decode(ids)
+
+    def message_of(self, answer: Sequence[int], ends: int | Sequence[int] | None) -> Message:
+        """Return an answer as a message.
+
+        Args:
+            answer: Its token ids.
+            ends: The ids that end an answer, which the template writes itself.
+        """
+        ends = [ends] if isinstance(ends, int) else ends or []
+        said = answer[:-1] if answer[-1] in ends else answer
+        part = {"type": "text", "text": self.decode(said)}
+        return {"role": "assistant", "content": self.content_of([part])}
+
+    def fingerprint(self) -> str:
+        """Return a digest of the tokenizer's vocabulary."""
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+
+
+def common_len(text: str, other: str) -> int:
+    """Return with how many characters both texts begin.
+
+    Example:
+        >>> common_len("to be", "to go")
+        3
+    """
+    unlike = (i for i, (own, its) in enumerate(zip(text, other, strict=False)) if own != its)
+    return next(unlike, min(len(text), len(other)))
+
+
+def images_of(messages: Sequence[Message]) -> list[Any]:
+    """Return the images in a conversation, or where they are to be found, in order."""
+    return [
+        next((part[name] for name in IMAGE_FIELDS if name in part), None)
+        for message in messages
+        for part in _parts(message)
+        if _is_image(part)
+    ]
+
+
+def copy_of(messages: Sequence[Message]) -> list[Message]:
+    """Return a copy of messages; images are not copied."""
+    copied = []
+    for message in messages:
+        content = message.get("content")
+        parts = [dict(part) if isinstance(part, Mapping) else part for part in _parts(message)]
+        copied.append({**message, "content": parts} if isinstance(content, list) else {**message})
+    return copied
+
+
+def _parts(message: Message) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def _without_images(message: Message) -> Message:
+    """Return a message with only the places of its images."""
+    if not any(map(_is_image, _parts(message))):
+        return message
+    parts = [{"type": "image"} if _is_image(part) else part for part in _parts(message)]
+    return {**message, "content": parts}

@@ -1,0 +1,379 @@
+"""A conversation that goes on turn by turn, of which a model reads each turn once."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from kvpolicy.checks import check_count, check_kind
+from kvpolicy.errors import CacheInUseError
+from kvpolicy.integrations.transformers.cache import PolicyCache
+from kvpolicy.integrations.transformers.chat.reading import (
+    ChatReading,
+    Mark,
+)
+from kvpolicy.integrations.transformers.chat.saving import SavedChat
+from kvpolicy.integrations.transformers.chat.template import (
+    ChatTemplate,
+    Message,
+    copy_of,
+    images_of,
+)
+from kvpolicy.integrations.transformers.chat.turn import (
+    ChatTurn,
+    check_beams,
+    check_known,
+    complete,
+)
+from kvpolicy.integrations.transformers.document import check_options
+from kvpolicy.integrations.transformers.state.report import CacheReport, held_in_words
+from kvpolicy.integrations.transformers.state.storage import Storage
+from kvpolicy.policy import CachePolicy
+
+
+class RereadingWarning(UserWarning):
+    """Warns that a conversation is read anew, since its text is no longer what was read."""
+
+
+class Conversation:
+    """A conversation with a model that goes on turn by turn under a policy.
+
+    Each turn the model reads only what is new, and the policy chooses among what is held and what
+    is new. The texts are those of the tokenizer's chat template.
+
+    Args:
+        model: A decoder-only model of Transformers.
+        tokenizer: Its tokenizer, with a chat template; or its processor, to add images.
+        policy: Which tokens to keep.
+        system: A system message to begin with; None for none.
+        template_options: Options of the chat template, such as ``{"enable_thinking": False}`` or
+            ``{"tools": [...]}``.
+        storage: How keys and values are held; see `PolicyCache`.
+
+    Attributes:
+        messages: The messages so far, as the chat template gets them. They may be changed, and
+            others may be added, such as results of tools.
+        rereadings: How often the conversation was read anew.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        UnsupportedModelError: The policy cannot be applied to the model.
+        ValueError: There is no chat template, or ``system`` is blank.
+
+    What was read stays, as long as the text of the whole conversation begins with it. The ids of
+    answers stay as they were generated, also where the tokenizer would give others for their text.
+    If a template changes the last answer, or the beginning that it wrote for it, as those of
+    thinking models do, the answer alone is read again. If it changes anything before, or
+    ``messages`` were changed there, or images are added after the first turn, the conversation is
+    read anew, in one turn, with a `RereadingWarning`.
+
+    A call that fails or is interrupted leaves the conversation as it was. Until it ends, both what
+    was held before and what is held after it are in memory.
+
+    Example:
+        >>> from kvpolicy.evaluation.needle import load_model, load_tokenizer
+        >>> from kvpolicy.policies import SnapKV
+        >>> tokenizer = load_tokenizer()
+        >>> tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+        >>> chat = Conversation(load_model(), tokenizer, SnapKV(retention_tokens=16))
+        >>> first = chat.ask("which is it", max_new_tokens=3)
+        >>> other = chat.fork()
+        >>> second = chat.ask("and now", max_new_tokens=3)
+        >>> [message["role"] for message in chat.messages]
+        ['user', 'assistant', 'user', 'assistant']
+        >>> len(other.messages), chat.rereadings
+        (2, 0)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        policy: CachePolicy,
+        *,
+        system: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        cache = PolicyCache(policy, storage)
+        self._template = ChatTemplate(tokenizer, template_options)
+        with cache.attached(model):  # raises an error if the policy cannot act on it
+            pass
+        self._model = model
+        self._reading = ChatReading(cache)
+        self._added: list[dict[str, Any]] = []
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self.messages: list[Message] = []
+        self.rereadings = 0
+        if system is not None:
+            content = self._template.content_of([_text_part("system", system)])
+            self.messages.append({"role": "system", "content": content})
+
+    @property
+    def cache(self) -> PolicyCache:
+        """The cache of what was read; use a copy of it for calls of your own."""
+        return self._reading.cache
+
+    @property
+    def policy(self) -> CachePolicy:
+        """The policy that chooses which tokens are kept."""
+        return self.cache.policy
+
+    def __repr__(self) -> str:
+        turns = sum(message.get("role") == "assistant" for message in self.messages)
+        held = held_in_words(self.cache.layers, self.cache.get_seq_length())
+        said = [f"{turns} turn{'' if turns == 1 else 's'}", held]
+        if self.rereadings:
+            said.append(f"read anew {self.rereadings} time{'' if self.rereadings == 1 else 's'}")
+        name = f"{type(self).__name__}({type(self._model).__name__}, {self.policy})"
+        return f"{name}: {', '.join(said)}"
+
+    def report(self) -> CacheReport:
+        """Report how many tokens and bytes are held, next to those of a full cache."""
+        return self.cache.report()
+
+    def add_document(self, text: str) -> None:
+        """Add a document, which the next question's message begins with.
+
+        Raises:
+            TypeError: ``text`` is not a str.
+            ValueError: ``text`` is blank.
+        """
+        self._added.append(_text_part("text", text))
+
+    def add_image(self, image: Any) -> None:
+        """Add an image, which the next question's message begins with.
+
+        Args:
+            image: The image, as the processor takes it: one of PIL, or an array.
+
+        Raises:
+            ValueError: The conversation has no processor, but a tokenizer.
+        """
+        if self._template.processor is None:
+            raise ValueError(
+                "image must be read by a processor, but the conversation was given a tokenizer; "
+                "pass the model's processor in its place"
+            )
+        self._added.append({"type": "image", "image": image})
+
+    def ask(self, text: str | None, *, max_new_tokens: int | None = None, **generation: Any) -> str:
+        """Ask something, and return the answer.
+
+        Args:
+            text: The question, or whatever the user says. None asks for an answer to ``messages``
+                as they are, for example after a tool's result.
+            max_new_tokens: Number of tokens of the longest answer; None for what the generation
+                config says, and 512 if it says nothing.
+            generation: Other arguments of `generate`, such as ``do_sample`` or ``streamer``, except
+                inputs and cache. A streamer is given the whole conversation first, so build it with
+                ``skip_prompt=True``.
+
+        Returns:
+            The answer, without special tokens.
+
+        Raises:
+            TypeError: ``text`` is not a str, or an argument of `generate` has the wrong type.
+            CacheInUseError: Another thread uses the conversation.
+            ValueError: ``text`` is blank, ``generation`` names an input or the cache, the template
+                refuses the messages, or the tokenizer is not the model's.
+
+        Warns:
+            RereadingWarning: The conversation is read anew.
+        """
+        with self._alone():
+            check_options(generation, "the conversation")
+            if max_new_tokens is not None:
+                generation["max_new_tokens"] = check_count(
+                    "max_new_tokens", max_new_tokens, minimum=1
+                )
+            messages = [*self.messages, *self._said(text)]
+            check_beams(self._model, self.cache, generation)
+            config = complete(self._model, self._template.tokenizer, generation)
+            turn, anew = self._turn(messages)
+            if anew:
+                change = self._reading.change(turn.text, turn.images)
+                warnings.warn(
+                    f"the conversation is read anew, {len(turn.ids)} tokens: {change}",
+                    RereadingWarning,
+                    stacklevel=2,
+                )
+            answer = turn.answer(self._model, config, generation)
+            reading = turn.answered(self._model, self._template, answer, config.num_beams)
+            message = self._template.message_of(answer, config.eos_token_id)
+            # Nothing before has changed the conversation, and nothing from here on fails.
+            self._reading, self._added = reading, []
+            self.messages[:] = [*messages, message]
+            self.rereadings += anew
+        return self._template.decode(answer, special=False)
+
+    def _said(self, text: str | None) -> list[Message]:
+        """Return the user's message; nothing if ``text`` is None."""
+        if text is not None:
+            parts = [*self._added, _text_part("text", text)]
+            return [{"role": "user", "content": self._template.content_of(parts)}]
+        if self._added or not self.messages or self.messages[-1].get("role") == "assistant":
+            raise ValueError(
+                "text must be a str where nothing else waits for an answer, or where documents or "
+                "images were added, got None"
+            )
+        return []
+
+    def _turn(self, messages: list[Message]) -> tuple[ChatTurn, bool]:
+        """Return the next turn, and whether the conversation is read anew."""
+        template, before = self._template, self._reading
+        text, images = template.render(messages), images_of(messages)
+        start = before.until(text) if before.has_images(images) else None
+        anew = start is None
+        if start is None:
+            before, start = ChatReading(PolicyCache(self.policy, self.cache.storage)), Mark(0, 0)
+        if images and not start.ids:
+            ids, inputs = template.read_images(messages)
+        else:
+            ids = [*before.ids[: start.ids], *template.ids(text, start.chars)]
+            inputs = before.inputs_for(len(ids))
+        check_known(self._model, ids)
+        lasting = self._lasting(messages, text, ids, start) or Mark(len(ids), len(text))
+        turn = ChatTurn(
+            before.copied(start), text, ids, lasting, inputs, tuple(images), before.offsets
+        )
+        return turn, anew and bool(self._reading.ids)
+
+    def _lasting(
+        self, messages: list[Message], text: str, ids: list[int], start: Mark
+    ) -> Mark | None:
+        """Return up to where later turns will have the same text; None if it is all of it."""
+        chars = self._template.lasting(messages, text)
+        if not start.chars < chars < len(text):
+            return None
+        passing = self._template.ids(text, chars)
+        count = len(ids) - len(passing)
+        return Mark(count, chars) if start.ids < count and ids[count:] == passing else None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads from using the conversation, in a `with` block."""
+        if not self._lock.acquire(blocking=False):
+            name = None if self._thread is None else self._thread.name
+            raise CacheInUseError(
+                f"conversation must be used by one thread at a time, but thread {name!r} is using "
+                "it; give every thread a fork()"
+            )
+        self._thread = threading.current_thread()
+        try:
+            yield
+        finally:
+            self._thread = None
+            self._lock.release()
+
+    def fork(self) -> Conversation:
+        """Return a copy of the conversation that goes on independently.
+
+        What was read is held once, until either goes on.
+
+        Raises:
+            CacheInUseError: The conversation is being used.
+        """
+        with self._alone():
+            fork = object.__new__(type(self))
+            fork.__dict__.update(
+                self.__dict__,
+                messages=copy_of(self.messages),
+                _added=list(self._added),
+                _lock=threading.Lock(),
+                _thread=None,
+            )
+            return fork
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the conversation to a file, from which `load` goes on later or elsewhere.
+
+        Args:
+            path: The file, in the safetensors format: that of `PolicyCache.save`, and in it the
+                messages and the ids of all tokens. Images must be of PIL.
+
+        Raises:
+            TypeError: A message, an image or ``template_options`` cannot be written as JSON.
+            CacheInUseError: The conversation is being used.
+            ValueError: Nothing was asked yet, or ``path`` does not name a file.
+            OSError: See `PolicyCache.save`.
+        """
+        with self._alone():
+            if not self._reading.ids:
+                raise ValueError(
+                    "conversation must have an answer to be saved, got one of which nothing is read"
+                )
+            saved = SavedChat(
+                self.messages,
+                self._added,
+                self._reading,
+                self._template.options,
+                self._template.fingerprint(),
+                self.rereadings,
+            )
+            self.cache.to_save().write(path, conversation=saved.packed())
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: Any,
+        tokenizer: Any,
+        policy: CachePolicy | None = None,
+        *,
+        storage: Storage | None = None,
+    ) -> Conversation:
+        """Load a conversation from a file written by `save`; it goes on where it was.
+
+        Args:
+            path: The file.
+            model: The model that read the conversation; see `PolicyCache.load`.
+            tokenizer: Its tokenizer or processor. If its chat template is another now, the
+                conversation is read anew where that changes it.
+            policy: See `PolicyCache.load`.
+            storage: How keys and values are held from now on; None holds them unchanged.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            OSError: The file cannot be read.
+            ValueError: The file was not written by `save` or is damaged, or the model, the policy
+                or the tokenizer is another.
+        """
+        cache = PolicyCache.load(path, policy, storage)
+        saved = SavedChat.read(path, cache)
+        made = cls(model, tokenizer, cache.policy, template_options=saved.options, storage=storage)
+        if made._template.fingerprint() != saved.vocabulary:
+            raise ValueError(
+                "tokenizer must be the one of the saved conversation, got one with another "
+                f"vocabulary: {tokenizer!r:.80}"
+            )
+        with cache.attached(model):  # raises an error if another model filled it
+            pass
+        made.messages, made._added, made._reading = saved.messages, saved.added, saved.reading
+        made.rereadings = saved.rereadings
+        return made
+
+    def __copy__(self) -> Conversation:
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Conversation:
+        return self.fork()  # of the same model
+
+
+def _text_part(name: str, text: object) -> dict[str, Any]:
+    """Return a text as a part of a message.
+
+    Raises:
+        TypeError: ``text`` is not a str.
+        ValueError: ``text`` is blank.
+    """
+    check_kind(name, text, str)
+    assert isinstance(text, str)
+    if not text.strip():
+        raise ValueError(f"{name} must be a text that is not blank, got {text!r}")
+    return {"type": "text", "text": text}
