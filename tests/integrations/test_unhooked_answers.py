@@ -267,6 +267,33 @@ def test_a_window_that_the_answer_does_not_reach(
     torch.testing.assert_close(logits[:, 0], whole, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
+@pytest.mark.parametrize(("window", "free"), [(61, True), (45, False)])
+@pytest.mark.parametrize("read", [0, 20], ids=["default length", "length of new ids"])
+def test_a_window_and_an_answer_without_max_new_tokens(
+    window: int, free: bool, read: int, begun: list[bool]
+) -> None:
+    model = FAMILIES["mistral"].build(seed=1)
+    model.config.sliding_window = window
+    prompt, outputs = random_tokens(1, 40, seed=2), []
+    how: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True}
+    how |= {"max_length": 40} if read else {}  # Transformers counts the ids that it is given
+    for hooked in (False, True):
+        cache = PolicyCache(StreamingLLM(0.5))
+        if read:
+            answer(model, prompt[:, :read], cache, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            if hooked:
+                with_hooks(patch)
+            mask = torch.ones_like(prompt)
+            inputs = {"attention_mask": mask, "past_key_values": cache, "output_logits": True}
+            outputs.append(model.generate(prompt[:, read:], **inputs, **how))
+    assert begun == [free]
+    (logits, expected) = (torch.stack(each.logits) for each in outputs)
+    assert len(logits) == 20
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
 class Reader:
     """A streamer that looks at a cache after each token."""
 
