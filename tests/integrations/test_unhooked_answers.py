@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attrs
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy, DecodingEviction
+from kvpolicy.errors import CacheInUseError
 from kvpolicy.integrations.transformers import (
     OffloadedStorage,
     PolicyCache,
@@ -333,6 +335,23 @@ def test_a_cache_that_is_read_and_copied_between_tokens(
         with each.attached(llama), torch.no_grad():
             again = llama(tokens[:, 40 + index][:, None], past_key_values=each).logits[:, -1]
         torch.testing.assert_close(again, logits[index + 1], atol=1e-5, rtol=1e-5)
+
+
+def test_other_threads_do_not_read_a_cache_that_is_written(llama: PreTrainedModel) -> None:
+    prompt, cache = random_tokens(1, 40, seed=2), PolicyCache(SnapKV(retention_tokens=12))
+    reads = [lambda: copy.copy(cache), lambda: cache.seen_lengths, lambda: cache.layers[0].keys]
+    errors: list[type] = []
+
+    class Threads(Reader):
+        def put(self, ids: Tensor) -> None:
+            for read in reads if cache.get_seq_length() > 41 else ():
+                errors.append(type(pool.submit(read).exception()))
+
+    with ThreadPoolExecutor(1) as pool:
+        tokens, _ = answer(llama, prompt, cache, streamer=Threads(cache))
+        assert errors == [CacheInUseError] * 7 * len(reads)
+        assert pool.submit(reads[0]).result().get_seq_length() == 48
+    assert torch.equal(tokens, answer(llama, prompt, PolicyCache(cache.policy))[0])
 
 
 @pytest.mark.parametrize("layer", [0, 2])

@@ -8,6 +8,7 @@ somebody asks, or at the end, from the number of slots that layers have written.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.errors import CacheInUseError
 from kvpolicy.integrations.transformers.forward.attending import LayerAttention
 from kvpolicy.integrations.transformers.forward.decoding.bounded import Bound
 from kvpolicy.integrations.transformers.forward.growing_keys import (
@@ -77,6 +79,7 @@ class UnhookedAnswer:
         self._may_begin = False
         self._logs: list[QueryLog] = []  # one of each layer, if the answer is bounded by queries
         self._end: int | None = None  # number of columns seen when hooks are needed again
+        self._thread = threading.current_thread()  # the one that decodes
         self._removed = ExitStack()  # what is removed from the model at the end
 
     @property
@@ -111,6 +114,7 @@ class UnhookedAnswer:
             room = min(room, self._end - tokens.seen)
             if room <= 0:
                 return
+        self._thread = threading.current_thread()
         self.layers = [
             self._growing(layer, module, room, tokens.seen)
             for layer, module in zip(cache.layers, parts.attentions, strict=True)
@@ -191,10 +195,15 @@ class UnhookedAnswer:
 
         Args:
             drops_last: Whether the last token does not count either.
+
+        Raises:
+            CacheInUseError: Another thread decodes, and may be writing.
         """
         layers, cache = self.layers, self._cache
         if layers is None:
             return
+        if self._thread is not threading.current_thread():
+            raise CacheInUseError.by(self._thread)
         ahead = [each.length - each.start for each in layers]
         count = min(ahead) - int(drops_last and max(ahead) == min(ahead))
         tokens = cache.now.tokens
