@@ -29,7 +29,7 @@ from kvpolicy.integrations.transformers.forward.growing_keys import (
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.forward.passes import Ignore, KeyUse
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
-from kvpolicy.integrations.transformers.model.attachment import Attachment
+from kvpolicy.integrations.transformers.model.attachment import Attachment, carries
 from kvpolicy.integrations.transformers.model.routing import Attend, own_function, replaced
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.storage import Plain
@@ -146,7 +146,7 @@ class UnhookedAnswer:
         cache = self._cache
         assert cache.attachment is not None
         due = self._end is not None and cache.seen >= self._end
-        if due and _carried(cache.attachment.cache, kwargs):
+        if due and carries(cache.attachment.cache, args, kwargs):
             self.end()
             cache.attachment.before_model(module, args, kwargs)
 
@@ -157,7 +157,7 @@ class UnhookedAnswer:
         cache = self._cache
         assert cache.attachment is not None
         assert cache.now.tokens is not None
-        if kwargs is None or not _carried(cache.attachment.cache, kwargs):
+        if kwargs is None or not carries(cache.attachment.cache, args, kwargs):
             return None
         return args, moved_positions(kwargs, cache.now.tokens)
 
@@ -237,10 +237,6 @@ class UnhookedAnswer:
             layer.behind = None
         assert self._cache.attachment is not None
         self._cache.attachment.attach()
-
-
-def _carried(cache: Any, kwargs: dict[str, Any] | None) -> bool:
-    return kwargs is not None and any(each is cache for each in kwargs.values())
 
 
 def needs_no_hooks(run: PassRun, given: dict[str, Any], most: int) -> bool:
