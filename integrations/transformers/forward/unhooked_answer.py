@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from kvpolicy.errors import CacheInUseError
 from kvpolicy.integrations.transformers.forward.attending import LayerAttention
 from kvpolicy.integrations.transformers.forward.decoding.bounded import Bound
+from kvpolicy.integrations.transformers.forward.fixed_answer import Answered
 from kvpolicy.integrations.transformers.forward.growing_keys import (
     Growing,
     GrowingHeads,
@@ -28,35 +29,14 @@ from kvpolicy.integrations.transformers.forward.growing_keys import (
 )
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.forward.passes import Ignore, KeyUse
-from kvpolicy.integrations.transformers.forward.read_state import ReadState
-from kvpolicy.integrations.transformers.model.attachment import Attachment, carries
+from kvpolicy.integrations.transformers.model.attachment import carries
 from kvpolicy.integrations.transformers.model.routing import Attend, own_function, replaced
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.storage import Plain
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-from kvpolicy.policy import CachePolicy
 
 # Between two choices of a bounded answer there must be so many tokens that hooks are removed.
 FEWEST_TOKENS = 8
-
-
-class Answered(Protocol):
-    """A protocol for the state of a cache that changes while an answer is decoded."""
-
-    layers: list[PolicyLayer]
-    attachment: Attachment | None
-    now: ReadState
-
-    @property
-    def placed(self) -> CachePolicy:
-        """The policy, with the layers it leaves open chosen for the attached model."""
-
-    @property
-    def seen(self) -> int:
-        """The number of columns seen, padding included."""
-
-    def take_tokens(self, tokens: SeenTokens) -> None:
-        """Replace the record of the tokens seen, in the dispatcher and in all layers."""
 
 
 class UnhookedAnswer:
