@@ -145,8 +145,7 @@ class Turn:
         """Record an answer's ids in the cache, since decoding into fixed buffers does not."""
         sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
         first = self.given.context_len
-        unknown = self.may_be_static or self.unhooked is not None
-        if unknown and isinstance(sequences, Tensor) and first:
+        if self.may_be_static and isinstance(sequences, Tensor) and first:
             cache.reader.note_answer(sequences[:, self.given.ids_len :], first)
 
 

@@ -332,6 +332,7 @@ def test_a_cache_that_is_read_and_copied_between_tokens(
     assert_alike(cache, alone)
     for index, each in enumerate(reader.copies[:-1]):  # each goes on where it was copied
         assert each.get_seq_length() == 40 + index
+        assert torch.equal(each.reader.tokens.ids, tokens[:, : 40 + index])
         with each.attached(llama), torch.no_grad():
             again = llama(tokens[:, 40 + index][:, None], past_key_values=each).logits[:, -1]
         torch.testing.assert_close(again, logits[index + 1], atol=1e-5, rtol=1e-5)
@@ -379,6 +380,7 @@ def test_an_interrupted_token_is_forgotten(
     assert begun[0]
     assert begun[-1]
     assert cache.get_seq_length() == 44
+    assert torch.equal(cache.reader.tokens.ids, tokens[:, :44])
     if policy is POLICIES["snapkv"]:
         assert all(each.kept_len == 12 + 4 for each in cache.layers)
     with cache.attached(llama), torch.no_grad():
