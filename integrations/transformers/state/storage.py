@@ -75,11 +75,6 @@ class StoredKV(abc.ABC):
         """Return the bytes of slots that hold tokens, without reserved memory."""
         return self.nbytes() * self.shape[2] // max(self.capacity, 1)
 
-    @property
-    def grows_in_place(self) -> bool:
-        """True if reserved memory spares a copy of all slots when a token is appended."""
-        return False
-
     def with_room(self, count: int) -> StoredKV:
         """Return a copy with memory for ``count`` more slots, if this form can reserve memory."""
         return self
@@ -283,7 +278,7 @@ class Plain(StoredKV):
 
     @property
     def grows_in_place(self) -> bool:
-        """See `StoredKV.grows_in_place`."""
+        """True if reserved memory spares a copy of all slots when a token is appended."""
         return self.keys.nbytes > COPIED_BYTES
 
     @property
