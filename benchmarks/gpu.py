@@ -335,9 +335,7 @@ class Session:
             return self.answers.tests()
         if job.part == "packed":
             return self.answers.packed(float(job.policy.split()[1]), job.context)
-        runner = self.runners[job.part]
-        runner.run([job.place], lambda cell: None)
-        return runner.cells[-1]
+        return self.runners[job.part].run(*job.place)
 
 
 def resume(run: Run, path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +16,8 @@ import attrs
 from benchmarks.clocks import OutOfTimeError
 from benchmarks.common import allowed, random_prompt
 from benchmarks.compiled import generate_timed
-from benchmarks.gpu_bench import Bench
-from benchmarks.gpu_cells import ABSENT, FULL, MEASURED, Cell
+from benchmarks.gpu_bench import Runner
+from benchmarks.gpu_cells import ABSENT, MEASURED
 from benchmarks.unequal_heads import row_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,59 +98,22 @@ class ExtraCell:
     found: dict[str, Any] = attrs.field(factory=dict)
 
 
-class AnswerBench:
-    """A runner that measures answers and extras, even if some fail.
+class AnswerBench(Runner[AnswerCell]):
+    """A runner that measures answers and extras, even if some fail."""
 
-    Args:
-        bench: The runner of the other cells, whose times predict how long an answer may take.
-    """
+    kind = AnswerCell
+    places = ("policy", "context", "buffers", "batch")
 
-    def __init__(self, bench: Bench) -> None:
-        self.bench = bench
-        self.cells: list[AnswerCell] = []
-
-    def run(
-        self,
-        cells: Iterable[tuple[str, int, str, int]],
-        report: Callable[[AnswerCell], None],
-    ) -> None:
-        """Measure answers one after another.
-
-        Args:
-            cells: Names of policies, contexts, kinds of buffers, and numbers of rows.
-            report: Called with every cell when it is done.
-        """
-        for name, context, buffers, batch in cells:
-            cell = self.bench.attempt(
-                partial(AnswerCell, name, context, buffers, batch),
-                batch * self.predicted_seconds(name, context),
-                self.bench.settings.limit_of(context),
-                partial(self._measure, name, context, buffers, batch),
-            )
-            self.cells.append(cell)
-            self.cells[-1] = self.rated(cell)
-            report(self.cells[-1])
-
-    def rated(self, cell: AnswerCell) -> AnswerCell:
-        """Return a cell with its ratios to full context, if that was measured."""
-        for full in self.cells:
-            if (full.policy, *_place(full)) == (FULL, *_place(cell)):
-                return cell.against(full)
-        return cell
-
-    def predicted_seconds(self, name: str, context: int) -> float:
-        """Predict the longest time of a row's rehearsal and answer, from the cell of the loop."""
-        done: list[Cell] = [
-            each
-            for each in self.bench.cells
-            if (each.policy, each.context, each.status) == (name, context, MEASURED)
-        ]
-        tokens = self.bench.settings.new_tokens
-        times = [
-            median(each.prefill_ms) + tokens * (median(each.decode_ms) if each.decode_ms else 0.0)
-            for each in done
-        ]
-        return 2 * max(times, default=0.0) / 1e3
+    def predicted_seconds(
+        self, name: str, context: int, buffers: str = "", batch: int = 1
+    ) -> float:
+        """Predict the longest time of a rehearsal and an answer, from the cell of the loop."""
+        done = self.bench.found(name, context)
+        if done is None or not done.prefill_ms:
+            return 0.0
+        token = median(done.decode_ms) if done.decode_ms else 0.0
+        tokens = self.bench.settings.new_tokens * token
+        return batch * 2 * (median(done.prefill_ms) + tokens) / 1e3
 
     def _measure(self, name: str, context: int, buffers: str, batch: int) -> AnswerCell:
         bench, policy = self.bench, self.bench.plans[name].policy
@@ -167,14 +129,13 @@ class AnswerBench:
                 deadline=bench.cell_deadline,
                 **how,
             )
-        missing = count - 1 - len(answer.decode_ms)
         return AnswerCell(
             policy=name,
             context=context,
             buffers=buffers,
             batch=batch,
             status=MEASURED,
-            note=f"time ended {missing} tokens early" if missing else "",
+            note=self.early(answer.decode_ms),
             prefill_ms=answer.prefill_ms,
             decode_ms=answer.decode_ms,
             peak_bytes=answer.peak_bytes,
@@ -221,7 +182,3 @@ class AnswerBench:
             MEASURED,
             found={**found, "failures": [each for each in lines if each.startswith("FAILED")]},
         )
-
-
-def _place(cell: AnswerCell) -> tuple[int, str, int]:
-    return cell.context, cell.buffers, cell.batch

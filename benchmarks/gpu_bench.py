@@ -6,10 +6,10 @@ import gc
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import attrs
 import torch
@@ -36,7 +36,60 @@ WARM_UP_LEN = 512
 WARM_UP_TOKENS = 4
 
 
-class Bench:
+class Runner(Generic[C]):
+    """A base class of what measures the cells of one part of the benchmark.
+
+    Args:
+        bench: The runner of ``cells``, which come first; it has the model, settings and deadline.
+
+    Attributes:
+        kind: The class of the cells.
+        places: Their first fields, by which they are told apart.
+        cells: The cells so far.
+        predicted_seconds: Returns how long the cell at a place may take at most.
+    """
+
+    kind: type[C]
+    places: tuple[str, ...] = ("policy", "context")
+    predicted_seconds: Callable[..., float]
+    _measure: Callable[..., C]
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.cells: list[C] = []
+
+    def run(self, *place: Any) -> C:
+        """Measure the cell at a place, and return it with its ratios to full context."""
+        cell = self.bench.attempt(
+            partial(self.kind, *place),
+            self.predicted_seconds(*place),
+            self.bench.settings.limit_of(place[1]),
+            partial(self._measure, *place),
+        )
+        self.cells.append(cell)
+        self.cells[-1] = self.rated(cell)
+        return self.cells[-1]
+
+    def found(self, *place: Any) -> C | None:
+        """Return the cell at a place; None if there is none yet."""
+        return next((each for each in self.cells if self._place(each) == place), None)
+
+    def rated(self, cell: C) -> C:
+        """Return a cell with its ratios to full context, as far as that was measured."""
+        full: Any = self.found(FULL, *self._place(cell)[1:])
+        rated: C = cell if full is None else cell.against(full)  # type: ignore[attr-defined]
+        return rated
+
+    def _place(self, cell: C) -> tuple[Any, ...]:
+        return tuple(getattr(cell, name) for name in self.places)
+
+    def early(self, decoded: Sequence[object]) -> str:
+        """Return a note on tokens for which no time was left; empty if there are none."""
+        missing = self.bench.settings.new_tokens - 1 - len(decoded)
+        return f"time ended {missing} tokens early" if missing else ""
+
+
+class Bench(Runner[Cell]):
     """A runner that measures cells one after the other, even if some of them fail.
 
     Args:
@@ -47,6 +100,8 @@ class Bench:
         clock: Returns the time in seconds.
     """
 
+    kind = Cell
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -55,34 +110,15 @@ class Bench:
         deadline: Deadline,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(self)
         self.model = model
         self.plans = plans
         self.settings = settings
         self.deadline = deadline
         # Of the cell that is being measured.
         self.cell_deadline = deadline
-        self.cells: list[Cell] = []
         self.clock = clock
         self._warm: set[str] = set()
-
-    def run(self, cells: Iterable[tuple[str, int]], report: Callable[[Cell], None]) -> None:
-        """Measure cells one after another.
-
-        Args:
-            cells: Names of policies, and contexts.
-            report: Called with every cell when it is done.
-        """
-        for name, context in cells:
-            self.cells.append(self._run_cell(name, context))
-            self.cells[-1] = self.rated(self.cells[-1])
-            report(self.cells[-1])
-
-    def rated(self, cell: Cell) -> Cell:
-        """Return a cell with its ratios to full context, if that was measured."""
-        for each in self.cells:
-            if (each.policy, each.context) == (FULL, cell.context):
-                return cell.against(each)
-        return cell
 
     def predicted_seconds(self, name: str, context: int) -> float:
         """Predict the longest time of a cell in seconds, from a shorter context; 0 without one.
@@ -110,14 +146,6 @@ class Bench:
         last = max(shorter, key=lambda each: each.context)
         prefill = median(last.prefill_ms) * (context / last.context) ** 2
         return prefill, median(last.decode_ms) if last.decode_ms else 0.0
-
-    def _run_cell(self, name: str, context: int) -> Cell:
-        return self.attempt(
-            partial(Cell, name, context),
-            self.predicted_seconds(name, context),
-            self.settings.limit_of(context),
-            partial(self._measure, name, context),
-        )
 
     def attempt(
         self, empty: Callable[[str, str], C], needed: float, limit: float, measure: Callable[[], C]
@@ -226,7 +254,6 @@ class Bench:
 
     def _cell(self, name: str, context: int, turns: list[Turn]) -> Cell:
         prefill, decode = [turn.prefill for turn in turns], turns[0].decode
-        missing = self.settings.new_tokens - 1 - len(decode)
         memory, policy = turns[0].memory, self.plans[name].policy
         prefill_ms = tuple(each.wall_ms for each in prefill)
         decode_ms = tuple(each.wall_ms for each in decode)
@@ -235,7 +262,7 @@ class Bench:
             policy=name,
             context=context,
             status=MEASURED,
-            note=f"time ended {missing} tokens early" if missing else "",
+            note=self.early(decode),
             prefill_ms=prefill_ms,
             prefill_device_ms=_device_ms(prefill),
             decode_ms=decode_ms,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -12,8 +11,8 @@ import attrs
 from benchmarks.clocks import OutOfTimeError
 from benchmarks.common import allowed, random_prompt
 from benchmarks.compiled import Answer, Compilations, fresh_compiler, generate_timed
-from benchmarks.gpu_bench import Bench
-from benchmarks.gpu_cells import FULL, MEASURED, Cell
+from benchmarks.gpu_bench import Runner
+from benchmarks.gpu_cells import FULL, MEASURED
 
 # The prefill's token, one whose forward is compiled, and enough more to record CUDA graphs.
 WARM_UP_TOKENS = 5
@@ -74,42 +73,17 @@ class CompiledCell:
         )
 
 
-class CompiledBench:
-    """A runner that measures cells of compiled decoding, even if some fail.
+class CompiledBench(Runner[CompiledCell]):
+    """A runner that measures cells of compiled decoding, which are compared with the loop's."""
 
-    Args:
-        bench: The runner of the uncompiled cells, which are done. Cells are compared with these,
-            and their times predict how long a cell may take.
-    """
-
-    def __init__(self, bench: Bench) -> None:
-        self.bench = bench
-        self.cells: list[CompiledCell] = []
-
-    def run(self, cells: Iterable[tuple[str, int]], report: Callable[[CompiledCell], None]) -> None:
-        """Measure cells one after another.
-
-        Args:
-            cells: Names of policies, and contexts.
-            report: Called with every cell when it is done.
-        """
-        for name, context in cells:
-            cell = self.bench.attempt(
-                partial(CompiledCell, name, context),
-                self.predicted_seconds(name, context),
-                self.bench.settings.limit_of(context),
-                partial(self._measure, name, context),
-            )
-            self.cells.append(cell)
-            self.cells[-1] = self.rated(cell)
-            report(self.cells[-1])
+    kind = CompiledCell
 
     def rated(self, cell: CompiledCell) -> CompiledCell:
-        """Return a cell with its ratios to full context, as far as that was measured."""
-        static = self._own(FULL, cell.context)
-        uncompiled = self._uncompiled(FULL, cell.context)
+        """See `Runner.rated`; full context is both compiled and in the loop."""
+        static = self.found(FULL, cell.context)
+        loop = self.bench.found(FULL, cell.context)
         return cell.against(
-            static.compiled_decode_ms if static else (), uncompiled.decode_ms if uncompiled else ()
+            static.compiled_decode_ms if static else (), loop.decode_ms if loop else ()
         )
 
     def predicted_seconds(self, name: str, context: int) -> float:
@@ -120,7 +94,7 @@ class CompiledBench:
         a shorter context, whichever is more.
         """
         prefills, tokens = [0.0], [0.0]
-        if (cell := self._uncompiled(name, context)) is not None:
+        if (cell := self.bench.found(name, context)) is not None and cell.prefill_ms:
             prefills.append(median(cell.prefill_ms))
             tokens += [median(cell.decode_ms)] if cell.decode_ms else []
         for each in self.cells:
@@ -130,16 +104,6 @@ class CompiledBench:
         compiling = [each.compile_ms / 1e3 for each in self.cells if each.compile_ms is not None]
         needed = 2 * max(prefills) + self.bench.settings.new_tokens * max(tokens)
         return max(compiling, default=FIRST_COMPILE_SECONDS) + needed / 1e3
-
-    def _own(self, name: str, context: int) -> CompiledCell | None:
-        found = [each for each in self.cells if (each.policy, each.context) == (name, context)]
-        return found[0] if found else None
-
-    def _uncompiled(self, name: str, context: int) -> Cell | None:
-        for each in self.bench.cells:
-            if (each.policy, each.context, each.status) == (name, context, MEASURED):
-                return each
-        return None
 
     def _measure(self, name: str, context: int) -> CompiledCell:
         bench = self.bench
@@ -151,9 +115,8 @@ class CompiledBench:
             answer = self._generate(name, context, new_tokens)
             after = Compilations.so_far()
         graphs, again = warm.since(before).graphs, after.since(warm).graphs
-        missing = new_tokens - 1 - len(answer.decode_ms)
         notes = [
-            f"time ended {missing} tokens early" if missing else "",
+            self.early(answer.decode_ms),
             "" if graphs else "nothing was compiled",
             "compiled again while measured" if again else "",
             "without CUDA graphs" if after.since(before).without_cuda_graphs else "",

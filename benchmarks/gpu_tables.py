@@ -16,7 +16,7 @@ def _unmeasured(row: Row) -> str | None:
     return f"{row['policy']:<14}{row['context']:>7}  {row['status']}: {row['note']}"[:80]
 
 
-def _answer_token(row: Row) -> float | None:
+def _mean_token(row: Row) -> float | None:
     return fmean(row["decode_ms"]) if row["decode_ms"] else None
 
 
@@ -85,7 +85,7 @@ ANSWER_CELLS = CellTable(
     Column("x", 6, "prefill_speedup", ".2f"),
     Column("decode ms", 10, _token, ".2f"),
     Column("x", 6, "decode_speedup", ".2f"),
-    Column("mean", 7, _answer_token, ".2f"),
+    Column("mean", 7, _mean_token, ".2f"),
     Column("x", 6, "mean_speedup", ".2f"),
     instead=_unmeasured,
     gap=True,

@@ -145,8 +145,7 @@ class Turn:
         """Record an answer's ids in the cache, since decoding into fixed buffers does not."""
         sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
         first = self.given.context_len
-        unknown = self.may_be_static or self.unhooked is not None
-        if unknown and isinstance(sequences, Tensor) and first:
+        if self.may_be_static and isinstance(sequences, Tensor) and first:
             cache._reader.note_answer(sequences[:, self.given.ids_len :], first)
 
 
@@ -255,7 +254,7 @@ def check_generation(
     given.check_continues(cache._reader.tokens)
     if config.prefill_chunk_size is not None:
         _check_chunks(model, given, kwargs, config.prefill_chunk_size, cache._reader.seen)
-    _check_model_keeps_cache(model, cache, config, given.context_len)
+    _check_model_keeps_cache(model, cache, config, given)
     alone = kwargs.get("custom_generate") is None and mode in (
         GenerationMode.GREEDY_SEARCH,
         GenerationMode.SAMPLE,
@@ -268,21 +267,18 @@ def check_generation(
         and alone
         and model.config._attn_implementation in IMPLEMENTATIONS,
         takes_back=mode == GenerationMode.ASSISTED_GENERATION,
-        unhooked=_answer_len(config, given.context_len) if alone else None,
+        unhooked=_answer_len(config, given) if alone else None,
     )
 
 
-def _answer_len(config: GenerationConfig, context_len: int | None) -> int | None:
-    """Return the largest number of tokens that `generate` decodes; None if it is unknown.
-
-    Args:
-        config: The configuration of `generate`.
-        context_len: Number of tokens of the whole context; None if unknown.
-    """
+def _answer_len(config: GenerationConfig, given: Given) -> int:
+    """Return the largest number of tokens that `generate` decodes."""
     if config.max_new_tokens is not None:
         return int(config.max_new_tokens)
-    longest = 20 if config.max_length is None else int(config.max_length)
-    return None if context_len is None else max(longest - context_len, 0)
+    if config.max_length is None:
+        return 20  # Transformers' default, whatever the length of the prompt
+    # It counts the ids given, which may be the new ones only.
+    return max(int(config.max_length) - (given.ids_len or given.context_len or 0), 0)
 
 
 def _check_chunks(model: Any, given: Given, kwargs: dict[str, Any], size: int, seen: int) -> None:
@@ -330,19 +326,19 @@ def _check_cache_is_used(model: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _check_model_keeps_cache(
-    model: Any, cache: PolicyCache, config: GenerationConfig, prompt_end: int | None
+    model: Any, cache: PolicyCache, config: GenerationConfig, given: Given
 ) -> None:
     """Check that the model's `generate` will not discard its cache at this context length."""
     text_config = model.config.get_text_config(decoder=True)
     limit = getattr(text_config, "original_max_position_embeddings", None)
+    prompt_end, longest = given.context_len, _answer_len(config, given)
     if text_config.model_type not in GIVE_UP_CACHE or limit is None or prompt_end is None:
         return
-    longest = prompt_end + config.max_new_tokens if config.max_new_tokens else config.max_length
-    if cache.get_seq_length() <= limit < max(longest or 0, prompt_end):
+    if cache.get_seq_length() <= limit < prompt_end + longest:
         raise UnsupportedGenerationError(
             f"prompt and new tokens of {text_config.model_type} must stay within "
             f"original_max_position_embeddings, {limit} tokens, got {prompt_end} and "
-            f"{config.max_new_tokens}: its generate drops the cache where a context crosses that "
+            f"{longest}: its generate drops the cache where a context crosses that "
             "length; call the model in a loop of your own inside `with cache.attached(model):`"
         )
 

@@ -39,10 +39,9 @@ def compiled_bench(
 
 
 def run(bench: CompiledBench, *cells: tuple[str, int]) -> list[CompiledCell]:
-    reported: list[CompiledCell] = []
-    bench.run(cells, reported.append)
-    assert reported == bench.cells[-len(reported) :]
-    return reported
+    measured = [bench.run(*cell) for cell in cells]
+    assert measured == bench.cells[-len(measured) :]
+    return measured
 
 
 def compilations(monkeypatch: pytest.MonkeyPatch, *graphs: int, skips: int = 0) -> None:

@@ -350,10 +350,9 @@ def bench(
 
 
 def run(bench: Bench, *cells: tuple[str, int]) -> list[Cell]:
-    reported: list[Cell] = []
-    bench.run(cells, reported.append)
-    assert reported == bench.cells[-len(reported) :]
-    return reported
+    measured = [bench.run(*cell) for cell in cells]
+    assert measured == bench.cells[-len(measured) :]
+    return measured
 
 
 def test_a_cell_is_warmed_up_rehearsed_repeated_and_scored(monkeypatch: pytest.MonkeyPatch) -> None:

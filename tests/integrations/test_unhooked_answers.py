@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attrs
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy, DecodingEviction
+from kvpolicy.errors import CacheInUseError
 from kvpolicy.integrations.transformers import (
     OffloadedStorage,
     PolicyCache,
@@ -267,6 +269,33 @@ def test_a_window_that_the_answer_does_not_reach(
     torch.testing.assert_close(logits[:, 0], whole, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
+@pytest.mark.parametrize(("window", "free"), [(61, True), (45, False)])
+@pytest.mark.parametrize("read", [0, 20], ids=["default length", "length of new ids"])
+def test_a_window_and_an_answer_without_max_new_tokens(
+    window: int, free: bool, read: int, begun: list[bool]
+) -> None:
+    model = FAMILIES["mistral"].build(seed=1)
+    model.config.sliding_window = window
+    prompt, outputs = random_tokens(1, 40, seed=2), []
+    how: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True}
+    how |= {"max_length": 40} if read else {}  # Transformers counts the ids that it is given
+    for hooked in (False, True):
+        cache = PolicyCache(StreamingLLM(0.5))
+        if read:
+            answer(model, prompt[:, :read], cache, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            if hooked:
+                with_hooks(patch)
+            mask = torch.ones_like(prompt)
+            inputs = {"attention_mask": mask, "past_key_values": cache, "output_logits": True}
+            outputs.append(model.generate(prompt[:, read:], **inputs, **how))
+    assert begun == [free]
+    (logits, expected) = (torch.stack(each.logits) for each in outputs)
+    assert len(logits) == 20
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
 class Reader:
     """A streamer that looks at a cache after each token."""
 
@@ -303,9 +332,27 @@ def test_a_cache_that_is_read_and_copied_between_tokens(
     assert_alike(cache, alone)
     for index, each in enumerate(reader.copies[:-1]):  # each goes on where it was copied
         assert each.get_seq_length() == 40 + index
+        assert torch.equal(each.reader.tokens.ids, tokens[:, : 40 + index])
         with each.attached(llama), torch.no_grad():
             again = llama(tokens[:, 40 + index][:, None], past_key_values=each).logits[:, -1]
         torch.testing.assert_close(again, logits[index + 1], atol=1e-5, rtol=1e-5)
+
+
+def test_other_threads_do_not_read_a_cache_that_is_written(llama: PreTrainedModel) -> None:
+    prompt, cache = random_tokens(1, 40, seed=2), PolicyCache(SnapKV(retention_tokens=12))
+    reads = [lambda: copy.copy(cache), lambda: cache.seen_lengths, lambda: cache.layers[0].keys]
+    errors: list[type] = []
+
+    class Threads(Reader):
+        def put(self, ids: Tensor) -> None:
+            for read in reads if cache.get_seq_length() > 41 else ():
+                errors.append(type(pool.submit(read).exception()))
+
+    with ThreadPoolExecutor(1) as pool:
+        tokens, _ = answer(llama, prompt, cache, streamer=Threads(cache))
+        assert errors == [CacheInUseError] * 7 * len(reads)
+        assert pool.submit(reads[0]).result().get_seq_length() == 48
+    assert torch.equal(tokens, answer(llama, prompt, PolicyCache(cache.policy))[0])
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -333,6 +380,7 @@ def test_an_interrupted_token_is_forgotten(
     assert begun[0]
     assert begun[-1]
     assert cache.get_seq_length() == 44
+    assert torch.equal(cache.reader.tokens.ids, tokens[:, :44])
     if policy is POLICIES["snapkv"]:
         assert all(each.kept_len == 12 + 4 for each in cache.layers)
     with cache.attached(llama), torch.no_grad():

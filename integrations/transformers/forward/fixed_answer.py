@@ -21,6 +21,7 @@ from torch import Tensor
 from kvpolicy.integrations.transformers.forward.decoding.static_choosing import StaticChoice
 from kvpolicy.integrations.transformers.forward.decoding.static_rolling import RollingDecoding
 from kvpolicy.integrations.transformers.forward.inputs import check_step
+from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.forward.static_decoding import (
     BeforeLayer,
     StaticDecoding,
@@ -44,6 +45,7 @@ class Answered(Protocol):
     max_new_tokens: int | None
     layers: list[PolicyLayer]
     attachment: Attachment | None
+    now: ReadState
 
     @property
     def tokens(self) -> SeenTokens | None:
@@ -51,6 +53,10 @@ class Answered(Protocol):
 
     @tokens.setter
     def tokens(self, tokens: SeenTokens | None) -> None: ...
+
+    @property
+    def seen(self) -> int:
+        """The number of columns seen, padding included."""
 
     @property
     def placed(self) -> CachePolicy:
@@ -62,6 +68,9 @@ class Answered(Protocol):
 
     def abandon_forward(self) -> None:
         """Undo a call of the model that did not finish."""
+
+    def take_tokens(self, tokens: SeenTokens) -> None:
+        """Replace the record of the tokens seen, in the dispatcher and in all layers."""
 
 
 class FixedAnswer:

@@ -112,9 +112,8 @@ class GrowingHeads:
         assert chosen is not None
         keys, values = held.read()
         self._rows, self._own_function = keys.shape[0], own_function(module)
-        self._padding: list[int] = (
-            (chosen < 0).sum(dim=2).flatten().tolist()
-        )  # of each head, on the left
+        # Of each head, on the left.
+        self._padding: list[int] = (chosen < 0).sum(dim=2).flatten().tolist()
         self._heads = [
             GrowingKeys(Plain.of(key[None, None, pad:], value[None, None, pad:], keys.device))
             for key, value, pad in zip(
@@ -140,13 +139,7 @@ class GrowingHeads:
         return keys, values
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        **kwargs: Any,
+        self, module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the attention of one new token per row; see the class for other calls.
 
@@ -154,7 +147,7 @@ class GrowingHeads:
             UnsupportedGenerationError: There are several tokens.
         """
         if key is not self.given:
-            return self._own_function(module, query, key, value, mask, **kwargs)
+            return self._own_function(module, query, key, *rest, **kwargs)
         if query.shape[2] != 1:
             raise UnsupportedGenerationError(
                 "a PolicyCache must not be read by other calls of the model while generate decodes "
@@ -203,20 +196,14 @@ class QueryLog:
         self._count = 0  # since `give`
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        **kwargs: Any,
+        self, module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Record the queries, and compute attention."""
         if key is self._growing.given:
             # A copy, since attention modules may still write to the tensor that they passed.
             self._queries.append(query.clone())
             self._count += 1
-        return self._attend(module, query, key, value, mask, **kwargs)
+        return self._attend(module, query, key, *rest, **kwargs)
 
     def give(self, layer: PolicyLayer, count: int, tokens: SeenTokens) -> None:
         """Let the cache's layer remember the queries of the next ``count`` tokens.

@@ -98,8 +98,8 @@ class PassRun:
         self._keep_last = None if moved and call.keep_last != 1 else call.keep_last
         self._may_narrow = may_narrow(call, made, at.masks, self._keep_last)
         self._looking = False  # whether a layer is run until its queries are known
-        self.attention = self._attention = LayerAttention(call, made, at)
-        self.columns = self._attention.columns
+        self.attention = LayerAttention(call, made, at)
+        self.columns = self.attention.columns
         self._filling: Filling | None = None
         self._queries.begin(at)
         self._waits = not appends or self._queries.waits()
@@ -158,7 +158,7 @@ class PassRun:
             return self._enter_narrowed(index, module, hidden, kwargs)
         if isinstance(layer, IndexedLayer):
             layer.taking = functools.partial(self.update_index, index)
-        return hidden, self._attention.arguments(index, layer, hidden, kwargs)
+        return hidden, self.attention.arguments(index, layer, hidden, kwargs)
 
     # A layer that is run for some of its tokens only; see `narrowing`.
 
@@ -182,9 +182,9 @@ class PassRun:
         keys, values = self.seen
         new_len = hidden.shape[self._reach.token_axis(hidden)]
         own = torch.where(slots < 0, -1, slots + keys.shape[2] - new_len).to(keys.device)
-        self._attention.narrowed = Narrowed(keys, values, own, valid, self.call.implementation)
+        self.attention.narrowed = Narrowed(keys, values, own, valid, self.call.implementation)
         here = cut_arguments({**here, "attention_mask": None}, slots, new_len)
-        self._attention.note_places(here)
+        self.attention.note_places(here)
         return self._reach.taken(hidden, slots), here
 
     def _look(
@@ -196,10 +196,10 @@ class PassRun:
             ``[batch, 1 or kv_heads, key_len]`` bool, which of its keys are tokens; None if all are.
         """
         layer = self.layers[index]
-        self._attention.inside = index
+        self.attention.inside = index
         self._masks.enter(layer)
         valid = self._masks.valid_slots(layer)
-        self._attention.note_places(kwargs)
+        self.attention.note_places(kwargs)
         self._looking = True
         try:
             # `forward` is called directly, since this code runs inside a hook of the layer.
@@ -236,12 +236,12 @@ class PassRun:
     def _resume(self, index: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments to run the rest of a layer in which an earlier pass stopped."""
         assert self.made.stage is not None
-        self._attention.narrowed = resumed = self.made.stage.resumed
+        self.attention.narrowed = resumed = self.made.stage.resumed
         assert resumed is not None
         self.seen = resumed.keys, resumed.values
         self._updated.add(index)
         here = {**self._reach.arguments(kwargs), "attention_mask": None}
-        self._attention.note_places(here)
+        self.attention.note_places(here)
         return here
 
     # Inside its attention.
@@ -266,7 +266,7 @@ class PassRun:
         if self.seen is None:
             self._updated.add(index)
             keys, values = self._taken_in(index, keys, values)
-        attention = self._attention
+        attention = self.attention
         waits = self._waits or self.seen is not None or layer.contents.padded
         waits = waits or attention.told is not None
         if not layer.facts.shows_queries:
@@ -281,7 +281,7 @@ class PassRun:
     def _taken_in(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return a layer's held and new keys and values; store the new ones if the pass appends."""
         layer = self.layers[index]
-        if self._attention.packed:
+        if self.attention.packed:
             return Unpacked.pair(layer.append_packed(keys, values))
         if self._appends and index not in self._queries.holding_anew:
             keys, values = layer.append(keys, values, self.at.before, self.made.missing)
@@ -340,7 +340,7 @@ class PassRun:
             return output
         temperature = self.call.model.temperatures[index]
         if temperature is not None:
-            places = self._attention.places
+            places = self.attention.places
             queries = temperature.corrected(inputs.queries, self.at.before.seen, places)
             inputs = attrs.evolve(inputs, queries=queries)
         if self._looking or index == self.made.ends_inside:
@@ -349,10 +349,10 @@ class PassRun:
             raise PassEnded
         given = self.pending
         assert given is not None
-        output = self._attention.attend(attend, module, inputs, mask, given, **kwargs)
+        output = self.attention.attend(attend, module, inputs, mask, given, **kwargs)
         if self.seen is None:
             self._observe(index, inputs)
-        self.pending = self.seen = self._attention.narrowed = None
+        self.pending = self.seen = self.attention.narrowed = None
         return output
 
     def _observe(self, index: int, inputs: AttentionInputs) -> None:

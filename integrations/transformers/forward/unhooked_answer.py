@@ -1,23 +1,27 @@
-"""Decode an answer without hooks on the model, where a token needs nothing of the library.
+"""Decode an answer without hooks on layers, where a token needs nothing of the library.
 
 The first token of an answer runs with all hooks. If it turns out that they changed nothing (no
-padding, no bound, no mask, no position), they are removed until the answer ends: layers then hand
-out what they hold, as a cache of Transformers does. Which tokens were read is worked out when
-somebody asks, or at the end, from the number of slots that layers have written.
+padding, no mask, no window that moves), they are removed until the answer ends, or until layers
+evict: layers then hand out what they hold, as a cache of Transformers does. One hook remains, on
+the model, which notes ids. Which tokens were read is worked out when somebody asks, or at the end,
+from the number of slots that layers have written.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.errors import CacheInUseError
 from kvpolicy.integrations.transformers.forward.attending import LayerAttention
 from kvpolicy.integrations.transformers.forward.decoding.bounded import Bound
+from kvpolicy.integrations.transformers.forward.fixed_answer import Answered
 from kvpolicy.integrations.transformers.forward.growing_keys import (
     Growing,
     GrowingHeads,
@@ -26,35 +30,14 @@ from kvpolicy.integrations.transformers.forward.growing_keys import (
 )
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.forward.passes import Ignore, KeyUse
-from kvpolicy.integrations.transformers.forward.read_state import ReadState
-from kvpolicy.integrations.transformers.model.attachment import Attachment
+from kvpolicy.integrations.transformers.model.attachment import carries
 from kvpolicy.integrations.transformers.model.routing import Attend, own_function, replaced
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.storage import Plain
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-from kvpolicy.policy import CachePolicy
 
 # Between two choices of a bounded answer there must be so many tokens that hooks are removed.
 FEWEST_TOKENS = 8
-
-
-class Answered(Protocol):
-    """A protocol for the state of a cache that changes while an answer is decoded."""
-
-    layers: list[PolicyLayer]
-    attachment: Attachment | None
-    now: ReadState
-
-    @property
-    def placed(self) -> CachePolicy:
-        """The policy, with the layers it leaves open chosen for the attached model."""
-
-    @property
-    def seen(self) -> int:
-        """The number of columns seen, padding included."""
-
-    def take_tokens(self, tokens: SeenTokens) -> None:
-        """Replace the record of the tokens seen, in the dispatcher and in all layers."""
 
 
 class UnhookedAnswer:
@@ -77,6 +60,8 @@ class UnhookedAnswer:
         self._may_begin = False
         self._logs: list[QueryLog] = []  # one of each layer, if the answer is bounded by queries
         self._end: int | None = None  # number of columns seen when hooks are needed again
+        self._thread = threading.current_thread()  # the one that decodes
+        self._ids: dict[int, Tensor] = {}  # by column, of tokens that are not yet recorded
         self._removed = ExitStack()  # what is removed from the model at the end
 
     @property
@@ -104,13 +89,15 @@ class UnhookedAnswer:
         tokens, cache = self._cache.now.tokens, self._cache
         if not may or self.most is None or tokens is None or cache.attachment is None:
             return
-        parts, decoding, room = cache.attachment.parts, cache.placed.decoding, self.most
+        parts, outer = cache.attachment.parts, cache.attachment.outer
+        decoding, room = cache.placed.decoding, self.most
         self._end = None
         if decoding is not None:  # layers evict when one more token has come, which takes hooks
             self._end = tokens.seen + decoding.every - tokens.appended.shape[1] - 1
             room = min(room, self._end - tokens.seen)
             if room <= 0:
                 return
+        self._thread = threading.current_thread()
         self.layers = [
             self._growing(layer, module, room, tokens.seen)
             for layer, module in zip(cache.layers, parts.attentions, strict=True)
@@ -128,9 +115,9 @@ class UnhookedAnswer:
             if attend is not None:
                 self._removed.enter_context(replaced(module, attend))
         cache.attachment.detach()
-        hooks = [(parts.decoder, self._move_positions)] if tokens.skipped is not None else []
-        if decoding is not None:
-            hooks += [(model, self._before_model) for model in cache.attachment.outer]
+        hooks: list[tuple[Any, Any]] = [(each, self._before_model) for each in outer]
+        if tokens.skipped is not None:
+            hooks.append((parts.decoder, self._move_positions))
         for module, hook in hooks:
             handle = module.register_forward_pre_hook(hook, with_kwargs=True)
             self._removed.callback(handle.remove)
@@ -138,13 +125,16 @@ class UnhookedAnswer:
     def _before_model(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Hook of the model, for a bounded answer: register all hooks if layers evict next."""
+        """Hook of the model: note the token's ids; register all hooks if layers evict next."""
         cache = self._cache
         assert cache.attachment is not None
-        due = self._end is not None and cache.seen >= self._end
-        if due and _carried(cache.attachment.cache, kwargs):
+        if kwargs is None or not carries(cache.attachment.cache, args, kwargs):
+            return
+        if self._end is not None and cache.seen >= self._end:
             self.end()
             cache.attachment.before_model(module, args, kwargs)
+        elif isinstance(ids := kwargs.get("input_ids"), Tensor) and ids.shape[1:] == (1,):
+            self._ids[cache.seen] = ids
 
     def _move_positions(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -153,7 +143,7 @@ class UnhookedAnswer:
         cache = self._cache
         assert cache.attachment is not None
         assert cache.now.tokens is not None
-        if kwargs is None or not _carried(cache.attachment.cache, kwargs):
+        if kwargs is None or not carries(cache.attachment.cache, args, kwargs):
             return None
         return args, moved_positions(kwargs, cache.now.tokens)
 
@@ -191,10 +181,15 @@ class UnhookedAnswer:
 
         Args:
             drops_last: Whether the last token does not count either.
+
+        Raises:
+            CacheInUseError: Another thread decodes, and may be writing.
         """
         layers, cache = self.layers, self._cache
         if layers is None:
             return
+        if self._thread is not threading.current_thread():
+            raise CacheInUseError.by(self._thread)
         ahead = [each.length - each.start for each in layers]
         count = min(ahead) - int(drops_last and max(ahead) == min(ahead))
         tokens = cache.now.tokens
@@ -205,11 +200,23 @@ class UnhookedAnswer:
         for layer, each in zip(cache.layers, layers, strict=True):
             each.give(layer, each.start + count)
         columns = torch.ones(tokens.batch, count, dtype=torch.bool, device=tokens.valid.device)
-        positions = tokens.positions_of(columns)
-        tokens = tokens.extended(positions, columns, padded=False, acts=False, skipped=None)
+        tokens = tokens.extended(
+            tokens.positions_of(columns),
+            columns,
+            ids=self._ids_behind(tokens, count),
+            padded=False,
+            acts=False,
+            skipped=None,
+        )
         cache.take_tokens(tokens)
         for layer, log in zip(cache.layers, self._logs, strict=False):
             log.give(layer, count, tokens)
+
+    def _ids_behind(self, tokens: SeenTokens, count: int) -> Tensor:
+        """Return the ids of the next ``count`` tokens, -1 where they are unknown; forget them."""
+        unknown = torch.full((tokens.batch, 1), -1, device=tokens.valid.device)
+        ids = [self._ids.pop(tokens.seen + index, unknown) for index in range(count)]
+        return torch.cat(ids, dim=1) if ids else unknown[:, :0]
 
     def end(self, *, failed: bool = False) -> None:
         """Register the hooks again; a token that not every layer has written is forgotten.
@@ -222,16 +229,12 @@ class UnhookedAnswer:
         if self.layers is None:
             return
         self.settle(drops_last=failed)
-        self.layers, self._logs = None, []
+        self.layers, self._logs, self._ids = None, [], {}
         self._removed.close()
         for layer in self._cache.layers:
             layer.behind = None
         assert self._cache.attachment is not None
         self._cache.attachment.attach()
-
-
-def _carried(cache: Any, kwargs: dict[str, Any] | None) -> bool:
-    return kwargs is not None and any(each is cache for each in kwargs.values())
 
 
 def needs_no_hooks(run: PassRun, given: dict[str, Any], most: int) -> bool:

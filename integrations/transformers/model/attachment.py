@@ -124,7 +124,7 @@ class LayerHooks(_Hooks):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hook before a layer: cut its arguments to the tokens that reach it."""
-        if not _carries(self.cache, args, kwargs):
+        if not carries(self.cache, args, kwargs):
             return None
         run = self._run()
         if self.index in run.alone:
@@ -148,7 +148,7 @@ class LayerHooks(_Hooks):
 
     def after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         """Hook after a layer: cut its output to the tokens that the next layer gets."""
-        if len(rest) < 2 or not _carries(self.cache, args, rest[0]):
+        if len(rest) < 2 or not carries(self.cache, args, rest[0]):
             return None
         run = self._run()
         if self.index in run.alone or (run.pending is None and not run.cuts):
@@ -296,7 +296,7 @@ class Attachment(_Hooks):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
         """Hook before the model: begin its call; refuse it if it needs dropped tokens' logits."""
-        if not self._carries_cache(args, kwargs):
+        if not carries(self.cache, args, kwargs):
             return
         arguments = by_name(module, args, kwargs)
         keep = arguments.get("logits_to_keep")
@@ -329,7 +329,7 @@ class Attachment(_Hooks):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
         """Hook before a module that calls the decoder: remember its mask and its tokens' kinds."""
-        if self._carries_cache(args, kwargs):
+        if carries(self.cache, args, kwargs):
             arguments = by_name(module, args, kwargs)
             self.listener.note_call(arguments, self.parts.kinds_of(arguments))
 
@@ -338,31 +338,29 @@ class Attachment(_Hooks):
 
         It may have failed after the decoder, in the head.
         """
-        if len(rest) == 2 and self._carries_cache(args, rest[0]):
+        if len(rest) == 2 and carries(self.cache, args, rest[0]):
             self.listener.end_call(failed=rest[1] is None)
 
     def before_decoder(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hook before the decoder: begin a forward if the call carries the cache."""
-        if not self._carries_cache(args, kwargs):
+        if not carries(self.cache, args, kwargs):
             return None
         return (), self.listener.begin_forward(by_name(module, args, kwargs))
 
     def after_decoder(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         """Hook after the decoder: finish the forward, or undo it if it failed."""
-        if len(rest) < 2 or not self._carries_cache(args, rest[0]):
+        if len(rest) < 2 or not carries(self.cache, args, rest[0]):
             return None
         if rest[1] is None:
             self.listener.fail_forward()
             return None
         return self.listener.finish_forward(rest[1])
 
-    def _carries_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-        return _carries(self.cache, args, kwargs)
 
-
-def _carries(cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+def carries(cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """True if a call has a cache among its arguments."""
     if kwargs is None:
         return False
     if kwargs.get("past_key_values") is cache:  # as almost all models name it

@@ -186,7 +186,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.equal(kept, torch.where(positions >= 0, everything, -1))
 
     def load(self, keys: Tensor, values: Tensor, chosen: Tensor, tokens: SeenTokens) -> None:
-        """Take over keys and values that were read from a file.
+        """Take over keys and values from a file, or from an object that has held them meanwhile.
 
         ``chosen`` are the positions of the tokens that the policy kept.
         """

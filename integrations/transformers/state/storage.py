@@ -75,11 +75,6 @@ class StoredKV(abc.ABC):
         """Return the bytes of slots that hold tokens, without reserved memory."""
         return self.nbytes() * self.shape[2] // max(self.capacity, 1)
 
-    @property
-    def grows_in_place(self) -> bool:
-        """True if reserved memory spares a copy of all slots when a token is appended."""
-        return False
-
     def with_room(self, count: int) -> StoredKV:
         """Return a copy with memory for ``count`` more slots, if this form can reserve memory."""
         return self
@@ -256,22 +251,22 @@ class Plain(StoredKV):
 
     def read(self) -> tuple[Tensor, Tensor]:
         """See `StoredKV.read`."""
-        whole = self.length == self.keys.shape[2]
-        keys, values = (self.keys, self.values) if whole else self._taken()
+        keys, values = self._taken()
         return keys.to(self.device), values.to(self.device)
 
     def _taken(self) -> tuple[Tensor, Tensor]:
         """Return the taken slots of both buffers, on the buffers' device."""
+        if self.length == self.keys.shape[2]:
+            return self.keys, self.values
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def appended(self, keys: Tensor, values: Tensor) -> Plain:
         """See `StoredKV.appended`."""
         home, after = self.keys.device, self.length + keys.shape[2]
         keys, values = keys.to(home), values.to(home)
-        if self.length == self.keys.shape[2] and self.is_at_hand and not self.grows_in_place:
-            joined = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
-            return Plain(*joined, self.device, after, _Used(after))
-        if not self._may_write(keys, values):
+        full = self.length == self.keys.shape[2]
+        few = full and self.is_at_hand and not self.grows_in_place
+        if few or not self._may_write(keys, values):
             held_keys, held_values = self._taken()
             joined = torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
             return Plain(*joined, self.device, after, _Used(after))
@@ -283,7 +278,7 @@ class Plain(StoredKV):
 
     @property
     def grows_in_place(self) -> bool:
-        """See `StoredKV.grows_in_place`."""
+        """True if reserved memory spares a copy of all slots when a token is appended."""
         return self.keys.nbytes > COPIED_BYTES
 
     @property
@@ -303,15 +298,11 @@ class Plain(StoredKV):
     def with_room(self, count: int) -> Plain:
         """See `StoredKV.with_room`."""
         after = self.length + count
-        return self if self._has_room(after) else self._in_buffers(after)
+        return self if self._has_room(after) else self.moved(after)
 
     def has_room_for(self, keys: Tensor, values: Tensor) -> bool:
         """True if new tokens fit behind the slots in use without copying the buffers."""
         return self._may_write(keys, values) and self._has_room(self.length + keys.shape[2])
-
-    def moved(self, capacity: int) -> Plain:
-        """Return a copy in new buffers with ``capacity`` slots."""
-        return self._in_buffers(capacity)
 
     def into(self, keys: Tensor, values: Tensor) -> Plain:
         """Return a copy in the first slots of two given buffers that nothing else uses."""
@@ -334,9 +325,9 @@ class Plain(StoredKV):
 
     def _grown(self, after: int) -> Plain:
         """Return a copy in larger buffers, with room for more tokens."""
-        return self._in_buffers(after + max(int(after * GROWTH_SHARE), SMALLEST_GROWTH))
+        return self.moved(after + max(int(after * GROWTH_SHARE), SMALLEST_GROWTH))
 
-    def _in_buffers(self, capacity: int) -> Plain:
+    def moved(self, capacity: int) -> Plain:
         """Return a copy in new buffers with ``capacity`` slots, 0 on free slots."""
 
         def larger(tensor: Tensor) -> Tensor:
@@ -356,8 +347,7 @@ class Plain(StoredKV):
     def rows(self, rows: Tensor) -> StoredKV:
         """See `StoredKV.rows`."""
         rows = rows.to(self.keys.device)
-        keys = self.keys[:, :, : self.length].index_select(0, rows)
-        values = self.values[:, :, : self.length].index_select(0, rows)
+        keys, values = (each.index_select(0, rows) for each in self._taken())
         return Plain.of(keys, values, self.device)
 
     def nbytes(self) -> int:

@@ -8,21 +8,21 @@ from tests.integrations.support.versions import OLD
 
 pytestmark = pytest.mark.skipif(OLD, reason="other releases call other functions themselves")
 
-# The most that a layer may add: operators in a prompt of 512 tokens and in a token of `generate`,
-# and the share of Python calls in that token.
+# The most that a layer may add, which the changelog tells: operators in a prompt of 512 tokens and
+# in a token of `generate`. Such a token has no more Python calls than without a policy.
 LIMITS = {
-    "FullContext": (4, 0, 1.06),
-    "StreamingLLM": (12, 0, 1.06),
-    "SnapKV": (45, 0, 1.06),
-    "KeyDiff": (35, 0, 1.06),
-    "FastKV": (50, 0, 1.06),
-    "AdaKV": (75, 12, 1.25),
+    "FullContext": (-2, 0),
+    "StreamingLLM": (8, 0),
+    "SnapKV": (40, 0),
+    "KeyDiff": (28, 0),
+    "FastKV": (40, 0),
+    "AdaKV": (68, 9),
 }
 
 
 def test_operators_of_a_layer() -> None:
     for row in count_rows(list(LIMITS), 512, 4, "operators")[1:]:
-        prompt, token, _ = LIMITS[row["policy"]]
+        prompt, token = LIMITS[row["policy"]]
         assert row["prompt_added"] <= prompt, row
         assert row["token_added"] <= token, row
 
@@ -31,4 +31,4 @@ def test_python_calls_of_a_layer() -> None:
     rows = count_rows(list(LIMITS), 512, 4, "calls")
     assert rows[0]["policy"] == BASELINE
     for row in rows[1:]:
-        assert row["token"] <= LIMITS[row["policy"]][2] * rows[0]["token"], row
+        assert row["token_added"] <= 0, row

@@ -287,6 +287,9 @@ def test_a_context_at_which_generate_would_drop_the_cache(family: str) -> None:
     model.config.original_max_position_embeddings = 52
     with pytest.raises(UnsupportedGenerationError, match="must stay within original_max_position"):
         generate(model, PolicyCache(FastKV()))
+    default = IDS[:1, : 52 - 19]  # Transformers decodes 20 tokens if it is told nothing
+    with pytest.raises(UnsupportedGenerationError, match="got 33 and 20"):
+        model.generate(default, past_key_values=PolicyCache(FastKV()))
     model.config.original_max_position_embeddings = 60
     generate(model, PolicyCache(FastKV()))
 

@@ -1,0 +1,109 @@
+"""Answers without hooks on layers in the ways in which `generate` is called, against those with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteria
+
+from kvpolicy import CachePolicy
+from kvpolicy.integrations.transformers import PolicyCache
+from tests.integrations.test_unhooked_answers import (
+    BOUNDED,
+    POLICIES,
+    assert_alike,
+    begun,
+    llama,
+    random_tokens,
+    with_hooks,
+)
+
+__all__ = ["begun", "llama"]  # fixtures
+
+SOME = {name: POLICIES[name] for name in ("snapkv", "adakv", "gem_filter")}
+SOME |= {f"bounded {name}": BOUNDED[name] for name in ("by queries", "by heads")}
+
+
+class Raises(StoppingCriteria):
+    """A criterion that raises an error after some tokens."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def __call__(self, ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("stopped")
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+def generate(model: PreTrainedModel, cache: PolicyCache, prompt: Tensor, **how: Any) -> Any:
+    """Return the tokens and the logits of an answer, of 9 tokens if nothing else is said."""
+    how = {"attention_mask": torch.ones_like(prompt), "do_sample": False, **how}
+    how |= {"past_key_values": cache, "output_logits": True, "return_dict_in_generate": True}
+    output = model.generate(prompt, **{"max_new_tokens": 9, **how})
+    return output.sequences, torch.stack(output.logits)
+
+
+def in_inference_mode(model: PreTrainedModel, cache: PolicyCache, prompt: Tensor) -> Any:
+    with torch.inference_mode():
+        return generate(model, cache, prompt)
+
+
+def ended_in_one_row(model: PreTrainedModel, cache: PolicyCache, prompt: Tensor) -> Any:
+    tokens, _ = generate(model, PolicyCache(cache.policy), prompt)
+    return generate(model, cache, prompt, eos_token_id=int(tokens[0, 43]), pad_token_id=0)
+
+
+def stopped_by_an_error(model: PreTrainedModel, cache: PolicyCache, prompt: Tensor) -> Any:
+    """Decode again the token that was forgotten: hooks would have kept it."""
+    tokens, _ = generate(model, PolicyCache(cache.policy), prompt)
+    with pytest.raises(RuntimeError, match="stopped"):
+        generate(model, cache, prompt, stopping_criteria=[Raises(6)])
+    logits, seen = [], cache.get_seq_length()
+    with torch.no_grad(), cache.attached(model):
+        for column in range(seen, 48):
+            found = model(tokens[:, column : column + 1], past_key_values=cache)
+            logits.append(found.logits[:, -1])
+    return tokens, torch.stack(logits[45 - seen :])
+
+
+def sampled(model: PreTrainedModel, cache: PolicyCache, prompt: Tensor) -> Any:
+    torch.manual_seed(0)
+    return generate(model, cache, prompt[:1], do_sample=True, num_return_sequences=3)
+
+
+WAYS: dict[str, Callable[[PreTrainedModel, PolicyCache, Tensor], Any]] = {
+    "inference mode": in_inference_mode,
+    "ended in one row": ended_in_one_row,
+    "stopped by an error": stopped_by_an_error,
+    "sampled": sampled,
+    "one token": lambda *given: generate(*given, max_new_tokens=1),
+    "in chunks": lambda *given: generate(*given, prefill_chunk_size=7),
+    "hidden states": lambda *given: generate(*given, output_hidden_states=True),
+}
+
+
+@pytest.mark.parametrize("policy", SOME.values(), ids=SOME)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_turns(
+    llama: PreTrainedModel, way: str, policy: CachePolicy, begun: list[bool]
+) -> None:
+    found = []
+    for hooked in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if hooked:
+                with_hooks(patch)
+            cache = PolicyCache(policy)
+            tokens, logits = WAYS[way](llama, cache, random_tokens(2, 40, seed=2))
+            prompt = torch.cat([tokens, random_tokens(len(tokens), 11, seed=3)], dim=1)
+            more, later = generate(llama, cache, prompt, max_new_tokens=4)
+        found.append((cache, more, logits, later))
+    (cache, tokens, *logits), (expected, same, *same_logits) = found
+    assert begun[0]
+    assert torch.equal(tokens, same)
+    for ours, theirs in zip(logits, same_logits, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_alike(cache, expected)
