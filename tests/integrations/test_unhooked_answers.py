@@ -380,7 +380,7 @@ def test_an_interrupted_token_is_forgotten(
     assert begun[0]
     assert begun[-1]
     assert cache.get_seq_length() == 44
-    assert torch.equal(cache.reader.tokens.ids, tokens[:, :44])
+    assert torch.equal(cache._reader.tokens.ids, tokens[:, :44])
     if policy is POLICIES["snapkv"]:
         assert all(each.kept_len == 12 + 4 for each in cache.layers)
     with cache.attached(llama), torch.no_grad():

@@ -62,7 +62,7 @@ class ChatReading:
         return None
 
     def _may_return_to(self, mark: Mark) -> bool:
-        tokens, count = self.cache.reader.tokens, self._beyond(mark)
+        tokens, count = self.cache._reader.tokens, self._beyond(mark)
         if count <= 0 or tokens is None:
             return True
         croppable = all(layer.is_croppable for layer in self.cache.layers)

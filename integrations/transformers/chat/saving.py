@@ -103,7 +103,7 @@ class SavedChat:
         Raises:
             ValueError: They do not.
         """
-        reading, tokens = self.reading, self.reading.cache.reader.tokens
+        reading, tokens = self.reading, self.reading.cache._reader.tokens
         ids = torch.tensor(reading.ids, dtype=torch.int64)
         if tokens is None or tokens.batch != 1 or tokens.seen > len(ids):
             raise ValueError("ids must be those of the cache's one row, and what follows")
