@@ -1,7 +1,8 @@
 """Keeps the earlier names of public things working for one version, with a `DeprecationWarning`.
 
 Declares old names where they were: `Renamed` in a class body, `take_old_names` where subclasses
-define them, `accepts_old` for arguments of an attrs class, `old_names` for functions of a module.
+define them, `accepts_old` for names of arguments of an attrs class, `by_name` for arguments
+that were given by position, `old_names` for functions of a module.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import attrs
+
 Class = TypeVar("Class", bound=type)
 
 
-def _warn(old: str, new: str, stacklevel: int) -> None:
-    warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=stacklevel + 1)
+def _warn(old: str, new: str, *, above: int = 0) -> None:
+    """Warn at the line that called this module, or ``above`` callers further up."""
+    level = 2
+    while sys._getframe(level - 1).f_code.co_filename == __file__:
+        level += 1
+    warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=level + above)
 
 
 class Renamed:
@@ -39,7 +46,7 @@ class Renamed:
         if instance is None:
             return self
         if self._warns:
-            _warn(f"{self._owner.__name__}.{self._own_name}", self._name, stacklevel=2)
+            _warn(f"{self._owner.__name__}.{self._own_name}", self._name)
         classes = self._owner.__mro__
         found = next(vars(each)[self._name] for each in classes if self._name in vars(each))
         return found.__get__(instance, type(instance)) if hasattr(found, "__get__") else found
@@ -60,8 +67,8 @@ def take_old_names(cls: type, names: Mapping[str, str]) -> None:
             continue
         given, missing = (old, new) if old in definer else (new, old)
         if given == old:
-            # Above this function, the base's own and that of the metaclass: the class statement.
-            _warn(f"{cls.__name__}.{old}", new, stacklevel=4)
+            # Above the base's own function and that of the metaclass: the class statement.
+            _warn(f"{cls.__name__}.{old}", new, above=2)
         setattr(cls, given, definer[given])  # a class beside the bases may have defined it
         alias = Renamed(given, warns=missing == old)
         alias.__set_name__(cls, missing)
@@ -83,7 +90,7 @@ def accepts_old(**names: str) -> Callable[[Class], Class]:
             for old, new in names.items():
                 if old not in given:
                     continue
-                _warn(f"{old}= of {cls.__name__}", f"{new}=", stacklevel=2)
+                _warn(f"{old}= of {cls.__name__}", f"{new}=")
                 # `attrs.evolve` fills in all fields under their new names: changes go first.
                 given[new] = given.pop(old)
             init(self, *args, **given)
@@ -92,6 +99,48 @@ def accepts_old(**names: str) -> Callable[[Class], Class]:
         return cls
 
     return renaming
+
+
+def by_name(order: str) -> Callable[[Class], Class]:
+    """Let the constructor of an attrs class accept keyword-only arguments by position, as before.
+
+    Args:
+        order: The names of the arguments in the order of the earlier signature, with blanks.
+
+    Raises:
+        TypeError: When the class is called with more arguments by position than ``order`` has, with
+            one by name as well, or with others behind the one that comes first now and did not.
+    """
+    earlier = order.split()
+
+    def accepting(cls: Class) -> Class:
+        init = cls.__init__  # type: ignore[misc]
+        fields = attrs.fields(cls)
+        now = [each.alias for each in fields if each.init and not each.kw_only]
+
+        @functools.wraps(init)
+        def positional(self: object, *args: Any, **given: Any) -> None:
+            names = earlier[: len(args)]
+            # Where another argument was the first, it was no fraction: a layer, or layers.
+            same = now[:1] == earlier[:1]
+            moved = bool(args and now) and not same and isinstance(args[0], float)
+            if (args and not (same or moved)) or len(args) > len(now):
+                named = ", ".join(f"{name}=" for name in names if name not in now or not same)
+                if moved:
+                    raise TypeError(
+                        f"{cls.__name__} takes 1 positional argument, {now[0]}; the others must be "
+                        f"given by name, as in {named}, got {len(args)} positional arguments"
+                    )
+                if len(names) == len(args):  # Python refuses more of them
+                    _warn(f"giving {named} of {cls.__name__} by position", "the names")
+                    init(self, **dict(zip(names, args, strict=True)), **given)
+                    return
+            init(self, *args, **given)
+
+        cls.__init__ = positional  # type: ignore[misc]
+        return cls
+
+    return accepting
 
 
 def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
@@ -105,7 +154,7 @@ def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        _warn(f"{module}.{name}", f"{module}.{names[name]}", stacklevel=2)
+        _warn(f"{module}.{name}", f"{module}.{names[name]}")
         return getattr(sys.modules[module], names[name])
 
     return find

@@ -74,15 +74,18 @@ def composed(method: str, settings: Settings) -> CachePolicy:
     rate, size = settings["rate"], settings["window_size"]
     everything = PassAllPropagation()
     if method == "kvzip":
-        threshold = GlobalThresholdSelector(rate, 0, protect=settings["num_sinks"])
+        threshold = GlobalThresholdSelector(rate, window_size=0, protect=settings["num_sinks"])
         reading = Repetition(**REPETITION)
         return CachePolicy(PeakAttentionScorer(), threshold, everything, rereading=reading)
     if method == "critical_ada_kv":
-        scorer = WindowMaxPoolScorer(size, settings["kernel_size"])
-        selector = CriticalSelector(AdaptiveHeadSelector(rate, size))
+        scorer = WindowMaxPoolScorer(size, kernel_size=settings["kernel_size"])
+        selector = CriticalSelector(AdaptiveHeadSelector(rate, window_size=size))
         return CachePolicy(scorer, selector, everything)
-    scorers = {"leverage": LeverageScorer(0, 0), "chunk_attention": ChunkAttentionScorer(0, 0)}
-    return CachePolicy(scorers[method], GQAGroupSelector(rate, 0), everything)
+    scorers = {
+        "leverage": LeverageScorer(num_sinks=0, window_size=0),
+        "chunk_attention": ChunkAttentionScorer(num_sinks=0, window_size=0),
+    }
+    return CachePolicy(scorers[method], GQAGroupSelector(rate, window_size=0), everything)
 
 
 class PolicyReading(Reading):

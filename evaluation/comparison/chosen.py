@@ -88,7 +88,7 @@ def decoding_rule(policy: CachePolicy, tokens: int, every: int | None) -> Decodi
     parts = [part for part in (selector, scorer) if part is not None]
     if selector is None or selector.decides_together or any(it.history_layers for it in parts):
         return None
-    return DecodingEviction(scorer, selector, Method.every if every is None else every)
+    return DecodingEviction(scorer, selector, every=Method.every if every is None else every)
 
 
 def chosen_variant(

@@ -169,7 +169,7 @@ def check_loaded(settings: Settings, chosen: Sequence[Variant], loaded: Loaded) 
     for variant in chosen:
         variant.policy.check_model(num_layers)
     if settings.sweep or settings.sweep_rates:
-        FastKV(settings.effective_tsp_layer).check_model(num_layers)
+        FastKV(tsp_layer=settings.effective_tsp_layer).check_model(num_layers)
     prompts = _prompts(settings, loaded, settings.seed)
     for prompt in prompts:
         check_positions(

@@ -37,9 +37,9 @@ class ChunkKV(EvictionMethod):
 
     paper: ClassVar[str] = "arXiv 2502.00299"
 
-    kernel_size: int = 7
-    chunk_length: int = 10
+    kernel_size: int = attrs.field(default=7, kw_only=True)
+    chunk_length: int = attrs.field(default=10, kw_only=True)
 
     def _scorer(self) -> Scorer:
-        window = WindowMaxPoolScorer(self.window_size, self.kernel_size)
-        return ChunkMeanScorer(window, self.chunk_length)
+        window = WindowMaxPoolScorer(self.window_size, kernel_size=self.kernel_size)
+        return ChunkMeanScorer(window, chunk_length=self.chunk_length)

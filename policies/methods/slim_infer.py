@@ -56,16 +56,18 @@ class SlimInfer(Method):
 
     paper: ClassVar[str] = "arXiv 2508.06447"
 
-    tsp_rate: float | None = DefaultRate(0.1)
-    window_size: int = 4
-    unit_size: int = 8
-    block_units: int = 8
+    tsp_rate: float | None = attrs.field(default=DefaultRate(0.1), kw_only=True)
+    window_size: int = attrs.field(default=4, kw_only=True)
+    unit_size: int = attrs.field(default=8, kw_only=True)
+    block_units: int = attrs.field(default=8, kw_only=True)
     tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
     protect: int | None = attrs.field(default=None, kw_only=True)
 
     def _parts(self) -> Parts:
         last = Budget(self.tsp_rate, self.tsp_tokens, name="tsp")
-        scorer = BlockProductScorer(self.window_size, self.unit_size, self.block_units)
+        scorer = BlockProductScorer(
+            window_size=self.window_size, unit_size=self.unit_size, block_units=self.block_units
+        )
         stages = [
             TokenSelectivePropagation(
                 tsp_rate=None if last.rate is None else min(times * last.rate, 1.0),

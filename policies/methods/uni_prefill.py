@@ -43,14 +43,20 @@ class UniPrefill(Method):
 
     paper: ClassVar[str] = "arXiv 2605.06221"
 
-    drop_layers: tuple[int, ...] | None = attrs.field(default=None, converter=as_layers)
-    mass: float = 0.99
-    block_size: int = 64
-    num_sinks: int = 128
-    window_size: int = 128
+    drop_layers: tuple[int, ...] | None = attrs.field(
+        default=None, converter=as_layers, kw_only=True
+    )
+    mass: float = attrs.field(default=0.99, kw_only=True)
+    block_size: int = attrs.field(default=64, kw_only=True)
+    num_sinks: int = attrs.field(default=128, kw_only=True)
+    window_size: int = attrs.field(default=128, kw_only=True)
 
     def _parts(self) -> Parts:
         propagation = BlockMassPropagation(
-            self.drop_layers, self.mass, self.block_size, self.num_sinks, self.window_size
+            drop_layers=self.drop_layers,
+            mass=self.mass,
+            block_size=self.block_size,
+            num_sinks=self.num_sinks,
+            window_size=self.window_size,
         )
         return WindowAttentionScorer(self.window_size), KeepAllSelector(), propagation

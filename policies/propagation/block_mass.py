@@ -34,10 +34,10 @@ class BlockMassPropagation(PropagationPolicy):
     position.
 
     Args:
+        mass: Share of the saliency that goes on, in (0, 1]; 1 passes everything on.
         drop_layers: Indices of the layers after which tokens are dropped, from 0; None for six
             from a quarter to seven eighths of the model, 7, 11, 15, 19, 23 and 27 of 32, or the
             layers nearest to them that see the whole context.
-        mass: Share of the saliency that goes on, in (0, 1]; 1 passes everything on.
         block_size: Tokens of a block, at least 1.
         num_sinks: First tokens of the row's context that always go on, at least 0.
         window_size: Trailing tokens that always go on, at least 1.
@@ -57,11 +57,13 @@ class BlockMassPropagation(PropagationPolicy):
 
     paper: ClassVar[str] = "arXiv 2605.06221"
 
-    drop_layers: tuple[int, ...] | None = attrs.field(default=None, converter=as_layers)
     mass: float = 0.99
-    block_size: int = 64
-    num_sinks: int = 128
-    window_size: int = 128
+    drop_layers: tuple[int, ...] | None = attrs.field(
+        default=None, converter=as_layers, kw_only=True
+    )
+    block_size: int = attrs.field(default=64, kw_only=True)
+    num_sinks: int = attrs.field(default=128, kw_only=True)
+    window_size: int = attrs.field(default=128, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_rate("mass", self.mass)

@@ -48,10 +48,10 @@ class PyramidPropagation(PropagationPolicy):
 
     paper: ClassVar[str] = "arXiv 2405.12532"
 
-    recent_rate: float = 0.2
-    decay_ratio: float = 0.7
-    num_sinks: int = 4
-    min_context: int = 64
+    recent_rate: float = attrs.field(default=0.2, kw_only=True)
+    decay_ratio: float = attrs.field(default=0.7, kw_only=True)
+    num_sinks: int = attrs.field(default=4, kw_only=True)
+    min_context: int = attrs.field(default=64, kw_only=True)
     window_size: int = attrs.field(default=1, kw_only=True)
 
     def __attrs_post_init__(self) -> None:

@@ -42,9 +42,9 @@ class BlockProductScorer(Scorer):
 
     paper: ClassVar[str] = "arXiv 2508.06447"
 
-    window_size: int = 4
-    unit_size: int = 8
-    block_units: int = 8
+    window_size: int = attrs.field(default=4, kw_only=True)
+    unit_size: int = attrs.field(default=8, kw_only=True)
+    block_units: int = attrs.field(default=8, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("window_size", self.window_size, minimum=1)

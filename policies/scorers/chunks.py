@@ -46,7 +46,7 @@ class ChunkMeanScorer(WrappingScorer):
     paper: ClassVar[str] = "arXiv 2502.00299"
 
     scorer: Scorer = attrs.field(default=WindowMaxPoolScorer())
-    chunk_length: int = 10
+    chunk_length: int = attrs.field(default=10, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

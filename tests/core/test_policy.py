@@ -53,7 +53,10 @@ def test_parts_of_the_wrong_kind(parts: Any) -> None:
 
 
 def test_budgets_of_one_name_are_told_apart_by_their_parts() -> None:
-    scorer, restart = WindowMaxPoolScorer(4), RestartPropagation(0, 0.2, window_size=4)
+    scorer, restart = (
+        WindowMaxPoolScorer(4),
+        RestartPropagation(filter_layer=0, retention_rate=0.2, window_size=4),
+    )
     CachePolicy(scorer, GQAGroupSelector(0.2), restart)
     message = (
         "retention_rate of GQAGroupSelector must not exceed retention_rate of RestartPropagation, "

@@ -47,7 +47,12 @@ POLICIES: dict[str, CachePolicy] = {
         WindowMaxPoolScorer(4),
         GQAGroupSelector(0.25, window_size=4),
         StagedPropagation(
-            [TokenSelectivePropagation(layer, 0.8 - 0.2 * layer, 4) for layer in (0, 2)]
+            [
+                TokenSelectivePropagation(
+                    tsp_layer=layer, tsp_rate=0.8 - 0.2 * layer, window_size=4
+                )
+                for layer in (0, 2)
+            ]
         ),
     ),
     "pyramid_infer": PyramidInfer(min_context=8),

@@ -43,9 +43,9 @@ def as_kvpress(method: str, settings: Settings) -> CachePolicy:
     if method == "kvzip":
         return CachePolicy(
             PeakAttentionScorer(),
-            selectors.PressThresholdSelector(rate, 0, protect=settings["num_sinks"]),
+            selectors.PressThresholdSelector(rate, window_size=0, protect=settings["num_sinks"]),
             PassAllPropagation(),
-            reading=Repetition(**REPETITION),
+            rereading=Repetition(**REPETITION),
         )
     scorer, selector = _parts(method, settings)
     return CachePolicy(scorer, selector, PassAllPropagation())
@@ -53,25 +53,28 @@ def as_kvpress(method: str, settings: Settings) -> CachePolicy:
 
 def _parts(method: str, settings: Settings) -> tuple[Any, Any]:
     rate, size = settings["rate"], settings["window_size"]
-    window = WindowMeanPoolScorer(size, settings["kernel_size"])
+    window = WindowMeanPoolScorer(size, kernel_size=settings["kernel_size"])
     epsilon = size * 1e-4  # kvpress takes the mean over the window, kvpolicy the sum
-    every_key, but_window = GQAGroupSelector(rate, 0), GQAGroupSelector(rate, size)
-    heads = selectors.PressAdaptiveSelector(rate, size)
+    every_key, but_window = (
+        GQAGroupSelector(rate, window_size=0),
+        GQAGroupSelector(rate, window_size=size),
+    )
+    heads = selectors.PressAdaptiveSelector(rate, window_size=size)
     compactor = SumScorer(
-        [scorers.DrawnLeverageScorer(), scorers.ZeroPaddedChunkScorer()], [1 - rate, 1.0]
+        [scorers.DrawnLeverageScorer(), scorers.ZeroPaddedChunkScorer()], weights=[1 - rate, 1.0]
     )
     parts: dict[str, tuple[Any, Any]] = {
         "snapkv": (window, but_window),
-        "pyramid_kv": (window, selectors.PressPyramidSelector(rate, size)),
+        "pyramid_kv": (window, selectors.PressPyramidSelector(rate, window_size=size)),
         "ada_kv": (window, heads),
-        "chunk_kv": (window, selectors.PressChunkSelector(rate, size)),
+        "chunk_kv": (window, selectors.PressChunkSelector(rate, window_size=size)),
         "critical_kv": (window, CriticalSelector(but_window, epsilon=epsilon)),
         "critical_ada_kv": (window, selectors.PressCriticalAdaSelector(heads, epsilon=epsilon)),
         "h2o": (scorers.MeanAttentionScorer(), every_key),
         "tova": (scorers.AllHeadsLastQueryScorer(), GQAGroupSelector(rate, window_size=1)),
-        "lag_kv": (scorers.TiedLagScorer(), selectors.TopKSelector(rate, 0)),
-        "leverage": (scorers.DrawnLeverageScorer(0, 0), every_key),
-        "chunk_attention": (scorers.ZeroPaddedChunkScorer(0, 0), every_key),
-        "compactor": (compactor, GQAGroupSelector(rate, 4, protect=8)),
+        "lag_kv": (scorers.TiedLagScorer(), selectors.TopKSelector(rate, window_size=0)),
+        "leverage": (scorers.DrawnLeverageScorer(num_sinks=0, window_size=0), every_key),
+        "chunk_attention": (scorers.ZeroPaddedChunkScorer(num_sinks=0, window_size=0), every_key),
+        "compactor": (compactor, GQAGroupSelector(rate, window_size=4, protect=8)),
     }
     return parts[method]

@@ -103,7 +103,7 @@ def test_the_truth_ranks_itself() -> None:
     """A window over the answer would know; here scorers see the prompt and are told apart."""
     model = model_of()
     truth = answer_attention(model, PROMPT, ANSWER, kernel_size=1)
-    scorers = {"window": WindowMaxPoolScorer(4, 1), "norm": KeyNormScorer()}
+    scorers = {"window": WindowMaxPoolScorer(4, kernel_size=1), "norm": KeyNormScorer()}
     found = rank_scorers(model, PROMPT, scorers, truth, window_size=4)
     assert set(found) == set(scorers)
     for each in found.values():

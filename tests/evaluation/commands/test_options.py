@@ -114,8 +114,8 @@ def test_every_option_reaches_the_policies_that_take_it() -> None:
     )
     found = {each.label: each.policy for each in chosen_variants(options, [0.1], tsp_layer=3)}
     assert found == {
-        "fastkv 64 tokens": FastKV(3, retention_tokens=64, window_size=16, protect=4),
-        "fastkv 32 tokens": FastKV(3, retention_tokens=32, window_size=16, protect=4),
+        "fastkv 64 tokens": FastKV(tsp_layer=3, retention_tokens=64, window_size=16, protect=4),
+        "fastkv 32 tokens": FastKV(tsp_layer=3, retention_tokens=32, window_size=16, protect=4),
         "full_context": found["full_context"],
         "gem_filter 64 tokens": GemFilter(retention_tokens=64, protect=4),
         "gem_filter 32 tokens": GemFilter(retention_tokens=32, protect=4),
@@ -135,7 +135,7 @@ def test_a_rate_above_the_tsp_rate_raises_it_alike_for_one_and_for_several() -> 
     ("arguments", "policy"),
     [
         (("--scorer", "window_max_pool"), SnapKV()),
-        (("--propagation", "token_selective:tsp_layer=3"), FastKV(3)),
+        (("--propagation", "token_selective:tsp_layer=3"), FastKV(tsp_layer=3)),
         (
             ("--selector", "sink-and-recent:num_sinks=2", "--protect", "1"),
             CachePolicy(None, SinkAndRecentSelector(num_sinks=2, protect=1), PassAllPropagation()),
@@ -147,7 +147,7 @@ def test_a_rate_above_the_tsp_rate_raises_it_alike_for_one_and_for_several() -> 
             ),
             CachePolicy(
                 LastQueryScorer(),
-                GQAGroupSelector(0.3, 1),
+                GQAGroupSelector(0.3, window_size=1),
                 TokenSelectivePropagation(tsp_rate=0.4, window_size=1),
             ),
         ),
@@ -321,7 +321,7 @@ def test_a_bound_of_answers_is_each_policys_own_rule() -> None:
     )
     (composed,) = chosen_variants(options, (None,))
     assert composed.policy.decoding == DecodingEviction(
-        composed.policy.scorer, SinkAndRecentSelector(retention_tokens=48), 9
+        composed.policy.scorer, SinkAndRecentSelector(retention_tokens=48), every=9
     )
 
 

@@ -214,7 +214,9 @@ class Falling(KVSelector):
 
 
 def test_a_layer_keeps_no_more_than_reaches_it() -> None:
-    policy = CachePolicy(SnapKV().scorer, Falling(), TokenSelectivePropagation(1, 0.2))
+    policy = CachePolicy(
+        SnapKV().scorer, Falling(), TokenSelectivePropagation(tsp_layer=1, tsp_rate=0.2)
+    )
     shape = attrs.evolve(TINY, layers=(LAYER,) * 4)
     assert estimate(policy, shape, 100).kept_tokens == pytest.approx((100, 50, 20, 10))
 

@@ -97,7 +97,18 @@ def test_rows_around_the_window_over_two_turns(
     [
         ("gemma3", FAST),
         ("gpt_oss", FAST),
-        ("gpt_oss", CLAA(1, 0.25, 4, 3, voting_layers=2, whole_layers=1, tsp_rate=0.4)),
+        (
+            "gpt_oss",
+            CLAA(
+                tsp_layer=1,
+                retention_rate=0.25,
+                window_size=4,
+                kernel_size=3,
+                voting_layers=2,
+                whole_layers=1,
+                tsp_rate=0.4,
+            ),
+        ),
         ("gemma3n_text", POLICIES["snapkv"]),  # layers that borrow keys
         ("gemma3n_text", POLICIES["sums"]),
     ],

@@ -97,7 +97,7 @@ WINDOWS = {
     "snapkv": SnapKV(0.3),
     "fastkv": FastKV(tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3),
     "two_drops": CachePolicy(
-        WindowMaxPoolScorer(4, 3),
+        WindowMaxPoolScorer(4, kernel_size=3),
         GQAGroupSelector(0.25, window_size=4),
         StagedPropagation(
             [

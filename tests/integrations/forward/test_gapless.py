@@ -45,7 +45,7 @@ from tests.integrations.support.conversation import (
 from tests.reference import GaplessState, ReferenceState, random_tokens, tiny_model
 
 SNAPKV = CachePolicy(
-    WindowMaxPoolScorer(4, 3),
+    WindowMaxPoolScorer(4, kernel_size=3),
     GQAGroupSelector(0.3, window_size=4),
     PassAllPropagation(),
     gapless=True,
@@ -265,7 +265,7 @@ def test_declarations_that_do_not_fit() -> None:
     dropping = CachePolicy(
         WindowMaxPoolScorer(),
         GQAGroupSelector(),
-        TokenSelectivePropagation(1, 0.5),
+        TokenSelectivePropagation(tsp_layer=1, tsp_rate=0.5),
         gapless=True,
     )
     with pytest.raises(ValueError, match=r"gapless must be False where tokens are dropped.*\[1\]"):

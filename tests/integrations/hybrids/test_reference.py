@@ -68,12 +68,12 @@ DROPPING: dict[str, tuple[CachePolicy, Method]] = {
     ),
     "two_stages": (
         CachePolicy(
-            WindowMaxPoolScorer(4, 3),
+            WindowMaxPoolScorer(4, kernel_size=3),
             GQAGroupSelector(0.2, window_size=4),
             StagedPropagation(
                 [
-                    TokenSelectivePropagation(1, 0.4, window_size=4),
-                    TokenSelectivePropagation(3, 0.25, window_size=4),
+                    TokenSelectivePropagation(tsp_layer=1, tsp_rate=0.4, window_size=4),
+                    TokenSelectivePropagation(tsp_layer=3, tsp_rate=0.25, window_size=4),
                 ]
             ),
         ),
@@ -113,12 +113,12 @@ def test_rows_of_one_length_drop_in_both_turns(name: str) -> None:
 
 STAGED: dict[str, tuple[CachePolicy, Method]] = {
     "slim_infer": (
-        SlimInfer(0.2, unit_size=2, block_units=2),
+        SlimInfer(tsp_rate=0.2, unit_size=2, block_units=2),
         reference.SlimInfer(
             ((0, 0.8), (2, 0.4), (4, 0.2)), 4, protect=4, unit_size=2, block_units=2
         ),
     ),
-    "lazy_llm": (LazyLLM(0.6), reference.LazyLLM(((0, 0.6), (2, 0.6**2), (4, 0.6**3)))),
+    "lazy_llm": (LazyLLM(keep_rate=0.6), reference.LazyLLM(((0, 0.6), (2, 0.6**2), (4, 0.6**3)))),
 }
 
 
@@ -152,7 +152,15 @@ def test_a_recurrent_layer_cannot_say_what_goes_on(name: str) -> None:
 
 def test_votes_are_those_of_the_last_layers_that_attend() -> None:
     """Layers 4 and 2: not 3, which is recurrent, nor 0, of which there would be one too many."""
-    policy = CLAA(4, 0.25, 4, 3, voting_layers=2, whole_layers=1, tsp_rate=0.4)
+    policy = CLAA(
+        tsp_layer=4,
+        retention_rate=0.25,
+        window_size=4,
+        kernel_size=3,
+        voting_layers=2,
+        whole_layers=1,
+        tsp_rate=0.4,
+    )
     method = reference.CLAA(0.25, 4, 3, tsp_layer=4, tsp_rate=0.4, voting_layers=2, whole_layers=1)
     model = model_of(THREE_ATTENDING)
     _, turns = run_conversation(model, policy, (0, 1), ALIKE)
@@ -215,7 +223,7 @@ def act_of(turn: Turn, row: int, length: int, num_layers: int) -> Act:
 def test_the_decoder_cut_in_two(evicts: bool, layer_types: tuple[str, ...]) -> None:
     """By the model's own modules alone: the upper ones read what went on, and then the answer."""
     model, layer = model_of(layer_types), layer_types.index(FULL)
-    propagation = TokenSelectivePropagation(layer, 0.4, window_size=4)
+    propagation = TokenSelectivePropagation(tsp_layer=layer, tsp_rate=0.4, window_size=4)
     selector = GQAGroupSelector(0.3, window_size=4) if evicts else KeepAllSelector()
     store = PolicyCache(CachePolicy(WindowMaxPoolScorer(4), selector, propagation))
     ids, mask = left_padded([random_tokens(row, LENGTHS.first[row]) for row in ALL_ROWS])

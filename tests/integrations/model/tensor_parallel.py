@@ -50,7 +50,7 @@ class LocalPropagation(TokenSelectivePropagation):
 
 
 LOCAL_FASTKV = CachePolicy(
-    WindowMaxPoolScorer(4, 3),
+    WindowMaxPoolScorer(4, kernel_size=3),
     GQAGroupSelector(0.25, window_size=4),
     LocalPropagation(tsp_rate=0.4, window_size=4),
 )
@@ -59,7 +59,7 @@ POLICIES: dict[str, CachePolicy] = {
     "random": Random(0.3),
     "local": LOCAL_FASTKV,
     "by_content": CachePolicy(
-        WindowMaxPoolScorer(4, 3),
+        WindowMaxPoolScorer(4, kernel_size=3),
         GQAGroupSelector(0.3, window_size=4),
         MassPropagation((0, 2)),
     ),
@@ -74,9 +74,9 @@ POLICIES: dict[str, CachePolicy] = {
         TokenSelectivePropagation(tsp_rate=0.4, window_size=4),
     ),
     "looking_back": CachePolicy(
-        CarriedOnScorer(4, 3),
+        CarriedOnScorer(4, kernel_size=3),
         RememberingSelector(0.3, window_size=4),
-        LargestOfLayers(None, 0.4, window_size=4, layers=(2,)),
+        LargestOfLayers(0.4, window_size=4, layers=(2,)),
     ),
     "bounded_h2o": H2O(0.25, decoding=H2O().decoding_rule(12, every=2)),
     "bounded_ada_kv": AdaKV(0.25, decoding=AdaKV(window_size=4).decoding_rule(12, every=3)),

@@ -24,7 +24,7 @@ POLICIES: dict[str, CachePolicy] = {
     "snapkv": SnapKV(0.4),
     "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3),
     "gem_filter": GemFilter(retention_rate=0.4),
-    "pyramid_infer": PyramidInfer(0.1, 0.3, min_context=3),
+    "pyramid_infer": PyramidInfer(recent_rate=0.1, decay_ratio=0.3, min_context=3),
 }
 
 

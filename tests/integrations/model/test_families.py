@@ -91,7 +91,7 @@ def suited(policy_name: str, model: PreTrainedModel) -> CachePolicy:
     if policy_name == "gem_filter":
         return GemFilter(retention_rate=0.4)
     if policy_name == "pyramid_infer":
-        return PyramidInfer(0.2, 0.5, min_context=4)
+        return PyramidInfer(recent_rate=0.2, decay_ratio=0.5, min_context=4)
     factory: Any = registered("policy")[policy_name]
     first = full[0] if full else 0
     dropping: dict[str, dict[str, Any]] = {
@@ -105,8 +105,10 @@ def suited(policy_name: str, model: PreTrainedModel) -> CachePolicy:
     if policy_name in dropping:
         return factory(**dropping[policy_name])
     if policy_name == "slim_infer":  # whose own stages are those of larger models
-        stage = TokenSelectivePropagation(first, 0.4, window_size=4)
-        return CachePolicy(BlockProductScorer(4, 2, 2), KeepAllSelector(), stage)
+        stage = TokenSelectivePropagation(tsp_layer=first, tsp_rate=0.4, window_size=4)
+        return CachePolicy(
+            BlockProductScorer(window_size=4, unit_size=2, block_units=2), KeepAllSelector(), stage
+        )
     if policy_name in ("full_context", "fastv"):  # these take no rate; here are no images
         return factory()
     return factory(retention_rate=0.3)

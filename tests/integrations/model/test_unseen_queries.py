@@ -136,7 +136,11 @@ def test_policies_that_look_at_queries(policy: str) -> None:
 
 
 def test_a_restart_is_refused_with_any_scorer() -> None:
-    policy = CachePolicy(KeyNormScorer(), SinkAndRecentSelector(0.3), RestartPropagation(None, 0.5))
+    policy = CachePolicy(
+        KeyNormScorer(),
+        SinkAndRecentSelector(0.3),
+        RestartPropagation(filter_layer=None, retention_rate=0.5),
+    )
     with pytest.raises(UnsupportedModelError, match="it restarts the prefill"):
         generate(decoder("falcon"), PolicyCache(policy), torch.tensor(ROWS[:1]))
 

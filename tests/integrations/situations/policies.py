@@ -27,7 +27,7 @@ from tests.reference.decoding import Redundancy
 GAPLESS: dict[str, tuple[CachePolicy, Any]] = {
     "gapless_snapkv": (
         CachePolicy(
-            WindowMaxPoolScorer(4, 3),
+            WindowMaxPoolScorer(4, kernel_size=3),
             GQAGroupSelector(0.3, window_size=4),
             PassAllPropagation(),
             gapless=True,
@@ -38,7 +38,9 @@ GAPLESS: dict[str, tuple[CachePolicy, Any]] = {
 TOGETHER: dict[str, tuple[CachePolicy, Any]] = {
     "threshold": (
         CachePolicy(
-            WindowMaxPoolScorer(4, 3), GlobalThresholdSelector(0.3, 4), PassAllPropagation()
+            WindowMaxPoolScorer(4, kernel_size=3),
+            GlobalThresholdSelector(0.3, window_size=4),
+            PassAllPropagation(),
         ),
         reference.Together(0.3, window_size=4, base=reference.SnapKV(window_size=4, kernel_size=3)),
     ),

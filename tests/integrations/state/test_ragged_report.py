@@ -53,7 +53,10 @@ def prefilled(policy: CachePolicy, lengths: tuple[int, ...]) -> PolicyCache:
 
 def staged(*stages: tuple[int, float]) -> StagedPropagation:
     return StagedPropagation(
-        [TokenSelectivePropagation(layer, rate, 4, protect=2) for layer, rate in stages]
+        [
+            TokenSelectivePropagation(tsp_layer=layer, tsp_rate=rate, window_size=4, protect=2)
+            for layer, rate in stages
+        ]
     )
 
 
@@ -62,11 +65,11 @@ POLICIES = {
     "ada_kv_shared": AdaKV(0.2, window_size=2, kernel_size=1, floor=0.0, protect=3),
     # Without a window or a floor a head may be left with no token at all.
     "empty_heads": CachePolicy(
-        KeyDiffScorer(), AdaptiveHeadSelector(0.03, 0, floor=0.0), PassAllPropagation()
+        KeyDiffScorer(), AdaptiveHeadSelector(0.03, window_size=0, floor=0.0), PassAllPropagation()
     ),
     "ada_kv_staged": CachePolicy(
         WindowMaxPoolScorer(4),
-        AdaptiveHeadSelector(0.2, 4, protect=2),
+        AdaptiveHeadSelector(0.2, window_size=4, protect=2),
         staged((0, 0.6), (2, 0.3)),
     ),
     "pyramid_kv": PyramidKV(0.3, window_size=4, kernel_size=3, beta=5, protect=1),

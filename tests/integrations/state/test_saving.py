@@ -484,7 +484,7 @@ def test_a_file_that_names_a_policy_in_earlier_words(
     model: PreTrainedModel, tmp_path: Path, given: bool
 ) -> None:
     path = tmp_path / "earlier.safetensors"
-    scorer = SumScorer([WindowMaxPoolScorer(), LastQueryScorer()], [1.0, 8.0])
+    scorer = SumScorer([WindowMaxPoolScorer(), LastQueryScorer()], weights=[1.0, 8.0])
     policy = CachePolicy(scorer, GQAGroupSelector(0.4), PassAllPropagation())
     held(model, policy).save(path)
     with safe_open(path, "pt") as file:

@@ -68,12 +68,14 @@ def slow(
     }
 
 
-@pytest.mark.parametrize("scorer", [WindowMaxPoolScorer(3, 1), KeyNormScorer()], ids=str)
+@pytest.mark.parametrize(
+    "scorer", [WindowMaxPoolScorer(3, kernel_size=1), KeyNormScorer()], ids=str
+)
 @pytest.mark.parametrize("size", [1, 5])
 def test_against_slow_loops(scorer: Scorer, size: int) -> None:
     @given(context=layer_contexts(scorer.num_queries))
     def run(context: LayerContext) -> None:
-        pooled = ChunkMeanScorer(scorer, size).score(context)
+        pooled = ChunkMeanScorer(scorer, chunk_length=size).score(context)
         base = scorer.score(context)
         for row in range(context.batch):
             expected = slow(base[row].tolist(), context, row, scorer.unscored_tail, size)
@@ -91,13 +93,19 @@ def test_whole_chunks_are_kept_the_same_for_all_heads() -> None:
     chosen = kept[0, :-2].tolist()
     assert kept[0, -2:].tolist() == [40, 41]
     assert [each % 4 for each in chosen] == [0, 1, 2, 3] * 2
-    means = WindowMaxPoolScorer(2, 1).score(context)[0, :, :40].mean(dim=0).view(10, 4).mean(dim=1)
+    means = (
+        WindowMaxPoolScorer(2, kernel_size=1)
+        .score(context)[0, :, :40]
+        .mean(dim=0)
+        .view(10, 4)
+        .mean(dim=1)
+    )
     assert {each // 4 for each in chosen} == set(means.topk(2).indices.tolist())
 
 
 def test_what_is_carried_is_the_scorers() -> None:
     context = random_layer(7, (11, 6), query_len=11)
-    pooled, carried = ChunkMeanScorer(AccumulatedAttentionScorer(), 3).update(context)
+    pooled, carried = ChunkMeanScorer(AccumulatedAttentionScorer(), chunk_length=3).update(context)
     torch.testing.assert_close(carried, AccumulatedAttentionScorer().update(context)[1])
     assert pooled.shape == (2, 3, 11)
 
@@ -106,16 +114,20 @@ def test_what_is_carried_is_the_scorers() -> None:
     ("build", "error", "message"),
     [
         (
-            lambda: ChunkMeanScorer(KeyNormScorer(), 0),
+            lambda: ChunkMeanScorer(KeyNormScorer(), chunk_length=0),
             ValueError,
             "chunk_length must be at le",
         ),
         (
-            lambda: ChunkMeanScorer(KeyNormScorer(), 2.0),
+            lambda: ChunkMeanScorer(KeyNormScorer(), chunk_length=2.0),
             TypeError,
             "chunk_length must be an in",
         ),
-        (lambda: ChunkMeanScorer("snapkv", 2), TypeError, "scorer must be a Scorer, got 'snapkv'"),
+        (
+            lambda: ChunkMeanScorer("snapkv", chunk_length=2),
+            TypeError,
+            "scorer must be a Scorer, got 'snapkv'",
+        ),
     ],
 )
 def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:
@@ -125,4 +137,4 @@ def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None
 
 @pytest.mark.parametrize("scorer", [KeyNormScorer(), AccumulatedAttentionScorer()], ids=str)
 def test_the_contract_around_others(scorer: Scorer) -> None:
-    check_scorer(ChunkMeanScorer(scorer, 3))
+    check_scorer(ChunkMeanScorer(scorer, chunk_length=3))
