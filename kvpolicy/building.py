@@ -10,10 +10,14 @@ from kvpolicy.assignments import PartOption
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.nearest import said
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import Part, build, check_names, registered
+from kvpolicy.registry import Part, build, check_names, name_of, registered
 
 # What a composition has where nothing is named: SnapKV's.
-PARTS = {"scorer": "window_max_pool", "selector": "gqa_group", "propagation": "pass_all"}
+PARTS = {
+    "scorer": "window_max_pool_scorer",
+    "selector": "gqa_group_selector",
+    "propagation": "pass_all_propagation",
+}
 
 
 def parameters_of(factory: Callable[..., Any]) -> dict[str, Any]:
@@ -32,14 +36,14 @@ def parameters_of(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def factory_of(name: str, kind: str = "policy") -> Callable[..., Part]:
-    """Look up a policy's or part's factory by its registered name; ``-`` counts as ``_``.
+    """Look up a policy's or part's factory by its registered name, see `name_of`.
 
     Raises:
         TypeError: ``name`` is not a str.
         UnknownPolicyError: Nothing of that kind has the name; lists the known names.
     """
     check_names({kind: [name]})
-    return registered(kind)[name.replace("-", "_")]
+    return registered(kind)[name_of(name, kind)]
 
 
 def build_policy(name: str, **parameters: Any) -> CachePolicy:

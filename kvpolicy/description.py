@@ -10,7 +10,7 @@ import attrs
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import Part, registered
+from kvpolicy.registry import EARLIER, KINDS, Part, registered
 from kvpolicy.repetition import Repetition
 
 Description = dict[str, Any]
@@ -27,7 +27,7 @@ def describe(part: Part) -> Description:
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector
         >>> describe(GQAGroupSelector(retention_tokens=64, window_size=4))["type"]
-        'gqa_group'
+        'gqa_group_selector'
     """
     # Only classes are looked up, and another callable need not have a hash.
     names = {each: name for name, each in registered().items() if isinstance(each, type)}
@@ -88,6 +88,12 @@ def from_description(description: Description) -> CachePolicy:
     return built
 
 
+def _earlier(name: str, known: dict[str, Any]) -> object:
+    """Return what an earlier version registered under a name, in whose files it may be."""
+    names = (EARLIER.get(name), *(f"{name}_{kind}" for kind in KINDS))
+    return next((known[each] for each in names if each in known), None)
+
+
 def _own_class(kind: str) -> object:
     """Find a kvpolicy policy or part class by the text ``module:name``; None if there is none."""
     module, _, name = kind.partition(":")
@@ -112,7 +118,7 @@ def _built(value: Any, known: dict[str, Any]) -> Any:
     if not isinstance(value, dict):
         return value
     kind, fields = str(value.get("type")), value.get("fields")
-    factory = known.get(kind) or _own_class(kind)
+    factory = known.get(kind) or _earlier(kind, known) or _own_class(kind)
     if not isinstance(factory, type) or not isinstance(fields, dict):
         raise ValueError(
             f"every part of a described policy must be registered under kvpolicy.policies, got "

@@ -2,20 +2,25 @@
 
 Declares old names where they were: `Renamed` in a class body, `take_old_names` where subclasses
 define them, `accepts_old` for names of arguments of an attrs class, `by_name` for arguments
-that were given by position, `old_names` for functions of a module.
+that were given by position, `old_names` for functions of a module, `warn_of_word` for texts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import attrs
 
 Class = TypeVar("Class", bound=type)
+
+
+class EarlierWordWarning(DeprecationWarning):
+    """Warns of an earlier word in a text, such as a policy's name; command lines print it."""
 
 
 def _warn(old: str, new: str, *, above: int = 0) -> None:
@@ -24,6 +29,32 @@ def _warn(old: str, new: str, *, above: int = 0) -> None:
     while sys._getframe(level - 1).f_code.co_filename == __file__:
         level += 1
     warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=level + above)
+
+
+def warn_of_word(old: str, new: str) -> None:
+    """Warn, at the line outside of the package that gave it, that a word has another form now."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("kvpolicy."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"{old} is deprecated, use {new}", EarlierWordWarning, stacklevel=level)
+
+
+@contextlib.contextmanager
+def words_told() -> Iterator[None]:
+    """Print each `EarlierWordWarning` inside the block once, as a line on stderr."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", EarlierWordWarning)
+        show, told = warnings.showwarning, set[str]()
+
+        def tell(message: Warning | str, category: type[Warning], *where: Any) -> None:
+            if not issubclass(category, EarlierWordWarning):
+                show(message, category, *where)
+            elif str(message) not in told:
+                told.add(str(message))
+                print(f"warning: {message}", file=sys.stderr)
+
+        warnings.showwarning = tell
+        yield
 
 
 class Renamed:

@@ -240,7 +240,7 @@ def check_eval(command: list[str]) -> None:
     results = suite.load(value(command, "--out"))
     methods = {"full_context"}
     for policy in value(command, "-p").split(","):
-        rates = values(command, "--rate") if policy != "pyramid_infer" else []
+        rates = values(command, "--rate") if policy != "pyramidinfer" else []
         methods |= {f"{policy} {rate}" for rate in rates} or {policy}
     lengths = value(command, "--lengths").split(",") if "--lengths" in command else [None]
     wanted = {
@@ -379,17 +379,17 @@ def test_accuracy_is_as_measured() -> None:
 
     found = {(each["policy"], each["retention_rate"]): each for each in record["rows"]}
     for label, name in {
-        "StreamingLLM": "streaming_llm",
+        "StreamingLLM": "streamingllm",
         "H2O": "h2o",
         "SnapKV": "snapkv",
-        "GemFilter": "gem_filter",
+        "GemFilter": "gemfilter",
         "FastKV": "fastkv",
     }.items():
         cells = [cell(found[name, rate]["exact_match"]) for rate in (0.1, 0.2)]
         assert rows(section, label)[0] == cells
     full = cell(found["full_context", None]["exact_match"])
     assert rows(section, "full context") == [[full, full]]
-    pyramid = cell(found["pyramid_infer", None]["exact_match"])
+    pyramid = cell(found["pyramidinfer", None]["exact_match"])
     assert f"PyramidInfer, which takes no rate, {pyramid}." in PAGE
     layers = [each for each in record["sweep"]["layers"] if each["retention_rate"] == 0.1]
     assert rows(section, "FastKV")[1] == [cell(each["exact_match"]) for each in layers]

@@ -51,7 +51,7 @@ SCORERS = {
     "open8-values": Looks(ValueAwareScorer(WindowAttentionScorer(8, kernel_size=7)), 1),
     "open8-caote": Looks(CAOTEScorer(WindowAttentionScorer(8, kernel_size=7)), 1),
     "h2o": Looks(AccumulatedAttentionScorer(), 1),
-    "key_diff": Looks(KeyDiffScorer(), 1),
+    "keydiff": Looks(KeyDiffScorer(), 1),
     "expected": Looks(ExpectedAttentionScorer(), 1),
 }
 
@@ -170,10 +170,10 @@ def method(name: str) -> Composition:
 
 
 METHODS = (
-    FULL, FASTKV, "snapkv", "pyramid_kv", "ada_kv", "h2o", "tova", "key_diff", "streaming_llm",
-    "gem_filter", "pyramid_infer", "lag_kv", "cur_dkv", "chunk_kv", "claa", "uni_prefill",
-    "prompt_distill", "lazy_llm", "expected_attention", "compactor", "critical_kv", "kvzip",
-    "spire_kv", "random",
+    FULL, FASTKV, "snapkv", "pyramidkv", "adakv", "h2o", "tova", "keydiff", "streamingllm",
+    "gemfilter", "pyramidinfer", "lagkv", "curdkv", "chunkkv", "claa", "uniprefill",
+    "promptdistill", "lazyllm", "expected_attention", "compactor", "criticalkv", "kvzip",
+    "spirekv", "random",
 )  # fmt: skip
 # Scorers alone, selectors on the best scorers, droppers, and combinations of the best of each.
 GRID = (

@@ -52,19 +52,19 @@ def build_policy(method: str, settings: Settings) -> CachePolicy:
     window = {"window_size": settings["window_size"], "kernel_size": settings["kernel_size"]}
     policies: dict[str, CachePolicy] = {
         "snapkv": SnapKV(rate, **window),
-        "pyramid_kv": PyramidKV(rate, **window),
-        "streaming_llm": StreamingLLM(rate, num_sinks=settings["num_sinks"]),
+        "pyramidkv": PyramidKV(rate, **window),
+        "streamingllm": StreamingLLM(rate, num_sinks=settings["num_sinks"]),
         "h2o": H2O(rate),
         "tova": TOVA(rate),
-        "key_diff": KeyDiff(rate),
+        "keydiff": KeyDiff(rate),
         "key_norm": KeyNorm(rate),
-        "ada_kv": AdaKV(rate, **window),
-        "lag_kv": LagKV(rate),
-        "cur_dkv": CurDKV(rate),
-        "chunk_kv": ChunkKV(rate, **window, chunk_length=20),
+        "adakv": AdaKV(rate, **window),
+        "lagkv": LagKV(rate),
+        "curdkv": CurDKV(rate),
+        "chunkkv": ChunkKV(rate, **window, chunk_length=20),
         "expected_attention": ExpectedAttention(rate),
         "compactor": Compactor(rate),
-        "critical_kv": CriticalKV(rate, **window),
+        "criticalkv": CriticalKV(rate, **window),
     }
     return policies.get(method) or composed(method, settings)
 

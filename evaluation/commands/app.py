@@ -23,6 +23,7 @@ from kvpolicy.evaluation.commands.options import with_options
 from kvpolicy.evaluation.commands.policies import policies
 from kvpolicy.evaluation.commands.report import report
 from kvpolicy.nearest import said
+from kvpolicy.renamed import words_told
 
 # A function of a class of options (see `kvpolicy.evaluation.commands.options`), or of nothing.
 COMMANDS: tuple[Callable[..., None], ...] = (
@@ -113,9 +114,10 @@ def run(arguments: Sequence[str]) -> int:
     """
     try:
         # Without a command the help is what one wants, and no error.
-        status = app(
-            args=list(arguments) or ["--help"], prog_name="kvpolicy", standalone_mode=False
-        )
+        with words_told():
+            status = app(
+                args=list(arguments) or ["--help"], prog_name="kvpolicy", standalone_mode=False
+            )
     except typer.Exit as stop:
         return stop.exit_code
     except (_Interrupted, typer.Abort):

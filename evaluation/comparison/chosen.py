@@ -16,7 +16,7 @@ from kvpolicy.nearest import said
 from kvpolicy.policies import Method
 from kvpolicy.policies.methods.method import under_tokens
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import Part, check_names, registered
+from kvpolicy.registry import Part, check_names, name_of, registered
 
 COMPOSITION = "composition"
 
@@ -142,7 +142,7 @@ def _methods(
 def _names(options: PolicyOptions) -> list[str]:
     """Return the policy names given on the command line, each once; all if none is given."""
     names = options.names or tuple(registered("policy"))
-    return list(dict.fromkeys(name.replace("-", "_") for name in names))
+    return list(dict.fromkeys(name_of(name) for name in names))
 
 
 def _compositions(options: PolicyOptions, rates: Sequence[float | None]) -> list[Variant]:

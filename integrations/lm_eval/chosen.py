@@ -13,8 +13,10 @@ from kvpolicy.building import PARTS, build_policy, compose, factory_of, paramete
 from kvpolicy.checks import check_kind
 from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import registered
+from kvpolicy.renamed import words_told
 
 
+@words_told()
 def chosen_policy(
     policy: CachePolicy | str | None,
     parts: Mapping[str, str | None],

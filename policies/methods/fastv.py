@@ -29,7 +29,7 @@ class FastV(Method):
 
     Example:
         >>> FastV(visual_rate=0.25).propagation
-        VisualTokenPropagation(drop_layer=1, visual_rate=0.25, window_size=1)
+        VisualTokenPropagation(visual_rate=0.25, drop_layer=1, window_size=1)
 
     Source: An Image is Worth 1/2 Tokens After Layer 2: Plug-and-Play Inference Acceleration for
     Large Vision-Language Models (arXiv 2403.06764), section 4. The published code ranks by the

@@ -110,9 +110,9 @@ def test_the_registry_knows_the_kinds() -> None:
         "fastkv",
         "full_context",
         "snapkv",
-        "streaming_llm",
+        "streamingllm",
     }
-    assert "window_max_pool" in kvpolicy.registered("scorer")
+    assert "window_max_pool_scorer" in kvpolicy.registered("scorer")
     everything = kvpolicy.registered()
     kinds = [kvpolicy.registered(kind) for kind in ("policy", "scorer", "selector", "propagation")]
     assert sum(map(len, kinds)) == len(everything)
@@ -123,7 +123,7 @@ def test_the_registry_knows_the_kinds() -> None:
 
 def test_building_by_name() -> None:
     assert kvpolicy.build("fastkv", tsp_layer=3) == FastKV(tsp_layer=3)
-    near = r"named 'fastkw' \(did you mean fastkv\?\); known: ada_kv, chunk_kv, "
+    near = r"named 'fastkw' \(did you mean fastkv\?\); known: adakv, chunkkv, "
     assert kvpolicy.build("full-context").prefill_compute_rate(5) == 1.0
     with pytest.raises(UnknownPolicyError, match=near):
         kvpolicy.build("fastkw")

@@ -103,7 +103,7 @@ def test_wrong_command_line(run: Run, arguments: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--policy", "nope"], "no policy is named 'nope'; known: ada_kv, chunk_kv, "),
+        (["--policy", "nope"], "no policy is named 'nope'; known: adakv, chunkkv, "),
         (["--rate", "0"], "retention_rate must be in (0, 1], got 0.0"),
         (["--rate", "1.5"], "retention_rate must be in (0, 1], got 1.5"),
         (["--threads", "100000"], "threads must be at most the machine's"),
@@ -239,7 +239,7 @@ def test_a_sweep_on_prompts_as_short_as_the_window(run: Run, tmp_path: Path) -> 
 
 def test_compare_long_answers_under_a_bound(run: Run, tmp_path: Path) -> None:
     """A bound that nothing needs leaves the answers; one below the facts breaks them off."""
-    asked = ("--model", "long_answers", "--context", 64, "--count", 4, "-p", "streaming_llm")
+    asked = ("--model", "long_answers", "--context", 64, "--count", 4, "-p", "streamingllm")
     for tokens, holds in ((512, True), (8, False)):
         bound = ("-r", 1.0, "--decoding-tokens", tokens, "--decoding-every", 4)
         status, shown, _ = run("compare", *asked, *bound, *QUICK, "--out", tmp_path)

@@ -72,8 +72,8 @@ def test_every_policy_has_its_rows(run: Run, tmp_path: Path) -> None:
     bounds: dict[str, set[int | None]] = {name: set() for name in registered("policy")}
     for row in found:
         bounds[row["policy"]].add(row["decoding_tokens"])
-    assert bounds["kvzip"] == bounds["full_context"] == bounds["gem_filter"] == {None}
-    for name in ("snapkv", "ada_kv", "claa", "critical_kv"):
+    assert bounds["kvzip"] == bounds["full_context"] == bounds["gemfilter"] == {None}
+    for name in ("snapkv", "adakv", "claa", "criticalkv"):
         assert bounds[name] == {None, 102}
 
 

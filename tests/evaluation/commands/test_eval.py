@@ -66,13 +66,13 @@ def test_answers_can_be_bounded(command: Run, tmp_path: Path) -> None:
 def test_long_answers_are_asked(command: Run, tmp_path: Path) -> None:
     out = tmp_path / "results"
     asked = ("--model", "long_answers", "--tasks", "long_answers_chain", "--lengths", 64)
-    bound = ("-p", "streaming_llm", "--rate", 1.0, "--decoding-tokens", 8, "--decoding-every", 4)
+    bound = ("-p", "streamingllm", "--rate", 1.0, "--decoding-tokens", 8, "--decoding-every", 4)
     status, said, err = command("eval", *asked, *bound, "--limit", 1, "--out", out)
     assert (status, err) == (0, "")
     assert "long_answers_chain 64, question with, full_context: right_steps " in said
     (full,), (small,) = (
         [each.answer.scores for each in load(out).samples if each.cell.method == method]
-        for method in ("full_context", "streaming_llm 1")
+        for method in ("full_context", "streamingllm 1")
     )
     assert full == {"right_steps": 1.0, "exact_match": 1.0}
     assert small["right_steps"] < 0.5

@@ -107,7 +107,7 @@ def test_options_are_read() -> None:
 
 def test_every_option_reaches_the_policies_that_take_it() -> None:
     options = PolicyOptions(
-        names=("fastkv", "full-context", "gem_filter"),
+        names=("fastkv", "full-context", "gemfilter"),
         tokens=(64, 32, 64),
         protect=4,
         assignments={"window_size": 16},
@@ -117,8 +117,8 @@ def test_every_option_reaches_the_policies_that_take_it() -> None:
         "fastkv 64 tokens": FastKV(tsp_layer=3, retention_tokens=64, window_size=16, protect=4),
         "fastkv 32 tokens": FastKV(tsp_layer=3, retention_tokens=32, window_size=16, protect=4),
         "full_context": found["full_context"],
-        "gem_filter 64 tokens": GemFilter(retention_tokens=64, protect=4),
-        "gem_filter 32 tokens": GemFilter(retention_tokens=32, protect=4),
+        "gemfilter 64 tokens": GemFilter(retention_tokens=64, protect=4),
+        "gemfilter 32 tokens": GemFilter(retention_tokens=32, protect=4),
     }
 
 
@@ -191,7 +191,7 @@ def test_a_composition_stands_beside_policies_at_every_rate() -> None:
         (("-p", "snapkv", "--set", "nope=1"), "--set nope must name a parameter"),
         (("-p", "snapkv", "--retention-tokens", 0), "retention_tokens must be at least 1, got 0"),
         (("-p", "snapkv", "--protect", -1), "protect must be at least 0, got -1"),
-        (("-p", "nope"), "no policy is named 'nope'; known: ada_kv, chunk_kv"),
+        (("-p", "nope"), "no policy is named 'nope'; known: adakv, chunkkv"),
         (("--scorer", "snapkv"), "no scorer is named 'snapkv'; known: accumulated_attention"),
         (("--selector", "keep_all:a=1"), "--selector keep_all takes no a; it takes no parameters"),
         (("--propagation", "staged:x"), "--propagation must be NAME=VALUE"),
@@ -346,9 +346,7 @@ def test_compare_bounds_what_it_decodes(run: Run) -> None:
 
 
 def test_a_bound_reaches_budgets_within_selectors_and_passes_over_what_has_no_rule() -> None:
-    options = PolicyOptions(
-        names=("claa", "critical_kv", "kvzip"), rates=(0.5,), decoding_tokens=48
-    )
+    options = PolicyOptions(names=("claa", "criticalkv", "kvzip"), rates=(0.5,), decoding_tokens=48)
     claa, critical, kvzip = chosen_variants(options, (0.5,))
     for variant in (claa, critical):
         assert variant.policy.decoding is not None

@@ -17,14 +17,14 @@ def test_rates_for_those_that_take_one_and_once_for_the_others() -> None:
     found = {each.label: each.policy for each in variants(rates=[0.2, 0.5, 0.2])}
     assert found["full_context"] == FullContext()
     assert found["snapkv 0.2"] == SnapKV(0.2)
-    assert found["streaming_llm 0.5"] == StreamingLLM(0.5)
+    assert found["streamingllm 0.5"] == StreamingLLM(0.5)
     assert set(registry.registered("policy")) == {label.split()[0] for label in found}
 
 
 def test_names_may_have_dashes_and_repeat() -> None:
-    names = ["streaming-llm", "streaming_llm", "full-context"]
+    names = ["full-context", "streamingllm", "full_context", "streamingllm"]
     found = variants(names, rates=[0.1])
-    assert [each.label for each in found] == ["streaming_llm 0.1", "full_context"]
+    assert [each.label for each in found] == ["full_context", "streamingllm 0.1"]
 
 
 def test_tsp_layer_goes_to_those_that_have_one() -> None:

@@ -49,7 +49,7 @@ def windowed(*windows: int | None) -> ModelShape:
 
 
 def gem_filter(filter_layer: int | None = None, retention_rate: float = 0.1) -> CachePolicy:
-    policy = build("gem_filter", filter_layer=filter_layer, retention_rate=retention_rate)
+    policy = build("gemfilter", filter_layer=filter_layer, retention_rate=retention_rate)
     assert isinstance(policy, CachePolicy)
     return policy
 

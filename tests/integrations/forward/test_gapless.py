@@ -52,7 +52,7 @@ SNAPKV = CachePolicy(
 )
 STREAMING = StreamingLLM(retention_tokens=14, num_sinks=2, gapless=True)
 METHODS: dict[str, tuple[CachePolicy, reference.Method]] = {
-    "streaming_llm": (StreamingLLM(0.3, gapless=True), reference.StreamingLLM(0.3)),
+    "streamingllm": (StreamingLLM(0.3, gapless=True), reference.StreamingLLM(0.3)),
     "streaming_llm_tokens": (STREAMING, reference.StreamingLLM(retention_tokens=14, num_sinks=2)),
     "snapkv": (SNAPKV, reference.SnapKV(0.3, window_size=4, kernel_size=3)),
     "keep_all": (
@@ -84,7 +84,7 @@ def test_two_turns(rows: tuple[int, ...], family: str, name: str) -> None:
     same_as_reference(model_of(family), name, rows)
 
 
-@pytest.mark.parametrize("name", ["streaming_llm", "snapkv"])
+@pytest.mark.parametrize("name", ["streamingllm", "snapkv"])
 def test_positions_matter(name: str) -> None:
     """The tests above could not pass where keys keep their positions."""
     policy, method = METHODS[name]

@@ -32,11 +32,11 @@ from tests.reference import random_tokens, tiny_model
 POLICIES: dict[str, CachePolicy] = {
     "full_context": FullContext(),
     "snapkv": SnapKV(0.4),
-    "ada_kv": AdaKV(0.4),
+    "adakv": AdaKV(0.4),
     "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3),
     "fastkv_last_layer": FastKV(tsp_layer=3, tsp_rate=0.5, retention_rate=0.3),
-    "gem_filter": GemFilter(retention_rate=0.4),
-    "pyramid_infer": PyramidInfer(recent_rate=0.1, decay_ratio=0.3, min_context=3),
+    "gemfilter": GemFilter(retention_rate=0.4),
+    "pyramidinfer": PyramidInfer(recent_rate=0.1, decay_ratio=0.3, min_context=3),
     "staged": CachePolicy(
         WindowMaxPoolScorer(),
         GQAGroupSelector(0.2),

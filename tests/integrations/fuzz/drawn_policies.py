@@ -204,8 +204,8 @@ KINDS: dict[str, Callable[[int], st.SearchStrategy[Pair]]] = {
     "snapkv_like": snapkv_like,
     "ranked": ranked,
     "fastkv": fastkv,
-    "gem_filter": gem_filter,
-    "pyramid_infer": pyramid_infer,
+    "gemfilter": gem_filter,
+    "pyramidinfer": pyramid_infer,
     "staged": staged,
     "restarting": restarting,
 }

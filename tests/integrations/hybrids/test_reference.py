@@ -50,8 +50,8 @@ UNLIKE = Lengths(first=(37, 23), second=(29, 29), num_decode=4)
 # SpireKV and one CLAA drop after layer 1, which is recurrent in ATTENDING_FIRST, LazyLLM and
 # SlimInfer in three stages, for which two layers that attend are too few. UniPrefill passes on
 # numbers that differ between rows.
-REFUSED = ("spire_kv", "claa", "lazy_llm", "slim_infer", "uni_prefill")
-ALLOWED = [name for name in METHODS if not name.startswith("pyramid_infer") and name not in REFUSED]
+REFUSED = ("spirekv", "claa", "lazyllm", "sliminfer", "uniprefill")
+ALLOWED = [name for name in METHODS if not name.startswith("pyramidinfer") and name not in REFUSED]
 # What METHODS drop at are layers 0 and 2; of these the nearest to the middle is 2.
 ATTENDING_FIRST = (FULL, LINEAR, FULL, LINEAR)
 RECURRENT_FIRST = (LINEAR, FULL, LINEAR, FULL, LINEAR)
@@ -79,7 +79,7 @@ DROPPING: dict[str, tuple[CachePolicy, Method]] = {
         ),
         reference.Staged(0.2, window_size=4, kernel_size=3, stages=((1, 0.4), (3, 0.25))),
     ),
-    "gem_filter": (GemFilter(retention_rate=0.3), reference.GemFilter(retention_rate=0.3)),
+    "gemfilter": (GemFilter(retention_rate=0.3), reference.GemFilter(retention_rate=0.3)),
 }
 
 
@@ -112,13 +112,13 @@ def test_rows_of_one_length_drop_in_both_turns(name: str) -> None:
 
 
 STAGED: dict[str, tuple[CachePolicy, Method]] = {
-    "slim_infer": (
+    "sliminfer": (
         SlimInfer(tsp_rate=0.2, unit_size=2, block_units=2),
         reference.SlimInfer(
             ((0, 0.8), (2, 0.4), (4, 0.2)), 4, protect=4, unit_size=2, block_units=2
         ),
     ),
-    "lazy_llm": (LazyLLM(keep_rate=0.6), reference.LazyLLM(((0, 0.6), (2, 0.6**2), (4, 0.6**3)))),
+    "lazyllm": (LazyLLM(keep_rate=0.6), reference.LazyLLM(((0, 0.6), (2, 0.6**2), (4, 0.6**3)))),
 }
 
 
@@ -142,7 +142,7 @@ def test_stages_for_which_too_few_layers_attend(name: str) -> None:
     assert store.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("name", ["spire_kv", "claa"])
+@pytest.mark.parametrize("name", ["spirekv", "claa"])
 def test_a_recurrent_layer_cannot_say_what_goes_on(name: str) -> None:
     store = PolicyCache(METHODS[name][0])
     with pytest.raises(UnsupportedModelError, match=r"must attend, but layers \[1\]"):
@@ -172,7 +172,7 @@ def test_votes_are_those_of_the_last_layers_that_attend() -> None:
 
 
 @pytest.mark.parametrize("attending", [(3, 7), (1, 5), (0, 6), (7,)], ids=str)
-@pytest.mark.parametrize("policy", [FastKV(), GemFilter()], ids=["fastkv", "gem_filter"])
+@pytest.mark.parametrize("policy", [FastKV(), GemFilter()], ids=["fastkv", "gemfilter"])
 def test_defaults_take_the_layer_nearest_to_half_depth(
     policy: CachePolicy, attending: tuple[int, ...]
 ) -> None:
@@ -184,7 +184,7 @@ def test_defaults_take_the_layer_nearest_to_half_depth(
 
 @pytest.mark.parametrize("row", ALL_ROWS)
 def test_blocks_by_content_in_rows_alone(row: int) -> None:
-    policy, method = METHODS["uni_prefill"]
+    policy, method = METHODS["uniprefill"]
     _, turns = run_conversation(model_of(ATTENDING_FIRST), policy, (row,), LENGTHS)
     expected = expected_turns(model_of(ATTENDING_FIRST), method, row, LENGTHS, HybridState)
     for turn, of_row in zip(turns, expected, strict=True):
@@ -201,7 +201,7 @@ def test_single_row_with_eager_attention(name: str) -> None:
         assert_same(turn, 0, of_row)
 
 
-@pytest.mark.parametrize("name", ["fastkv", "two_stages", "gem_filter", "uni_prefill"])
+@pytest.mark.parametrize("name", ["fastkv", "two_stages", "gemfilter", "uniprefill"])
 def test_unlike_numbers_that_go_on_in_a_later_turn(name: str) -> None:
     """A state would read the padding of the row that passes on fewer."""
     policy, _ = METHODS[name]

@@ -87,11 +87,11 @@ CASES: list[tuple[Family, str]] = [
     ("llama", "fastkv"),
     ("llama", "fastkv_first_layer"),
     ("llama", "fastkv_group_first"),
-    ("llama", "gem_filter"),
-    ("llama", "pyramid_infer"),
+    ("llama", "gemfilter"),
+    ("llama", "pyramidinfer"),
     ("llama", "two_stages"),
-    ("llama", "ada_kv"),
-    ("llama", "chunk_kv"),
+    ("llama", "adakv"),
+    ("llama", "chunkkv"),
     ("llama", "random"),
     ("llama", "by_content"),
     ("llama", "looking_back"),
@@ -101,8 +101,8 @@ CASES: list[tuple[Family, str]] = [
     ("llama", "bounded_ada_kv"),
     ("qwen3", "snapkv"),
     ("qwen3", "fastkv"),
-    ("qwen3", "gem_filter"),
-    ("qwen3", "pyramid_infer"),
+    ("qwen3", "gemfilter"),
+    ("qwen3", "pyramidinfer"),
 ]
 
 # One with latents for all heads, one with recurrent layers; read in one turn, since a state skips
@@ -110,7 +110,7 @@ CASES: list[tuple[Family, str]] = [
 KINDS: list[tuple[str, str]] = [
     (name, policy)
     for name in ("deepseek_v2", "qwen3_next")
-    for policy in ("snapkv", "fastkv", "gem_filter")
+    for policy in ("snapkv", "fastkv", "gemfilter")
 ]
 KINDS.append(("deepseek_v2", "snapkv_group_first"))
 

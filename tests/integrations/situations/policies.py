@@ -51,9 +51,9 @@ TOGETHER: dict[str, tuple[CachePolicy, Any]] = {
 }
 # Of every way to score, to choose and to pass on one; test_against_reference.py has all methods.
 _NAMES = (
-    *("full_context", "streaming_llm", "snapkv", "h2o", "tova", "key_diff", "ada_kv", "fastkv"),
-    *("two_stages", "gem_filter", "pyramid_infer", "claa", "expected_attention"),
-    "critical_kv",
+    *("full_context", "streamingllm", "snapkv", "h2o", "tova", "keydiff", "adakv", "fastkv"),
+    *("two_stages", "gemfilter", "pyramidinfer", "claa", "expected_attention"),
+    "criticalkv",
 )
 POLICIES: dict[str, tuple[CachePolicy, Any]] = {
     **{name: METHODS[name] for name in _NAMES},

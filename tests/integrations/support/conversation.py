@@ -50,7 +50,7 @@ SECOND_LENS = (11, 29, 3)
 
 METHODS: dict[str, tuple[CachePolicy, Method]] = {
     "full_context": (FullContext(), reference.FullContext()),
-    "streaming_llm": (StreamingLLM(0.3), reference.StreamingLLM(0.3)),
+    "streamingllm": (StreamingLLM(0.3), reference.StreamingLLM(0.3)),
     "streaming_llm_tokens": (
         StreamingLLM(retention_tokens=14, num_sinks=2),
         reference.StreamingLLM(retention_tokens=14, num_sinks=2),
@@ -67,16 +67,16 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
     "h2o": (H2O(0.4, window_size=2), reference.H2O(0.4, window_size=2)),
     "tova": (TOVA(0.25), reference.TOVA(0.25)),
     # No KeyNorm: in the first layer a repeated token has equal norms, except for rounding.
-    "key_diff": (KeyDiff(0.4, window_size=2), reference.KeyDiff(0.4, window_size=2)),
-    "lag_kv": (
+    "keydiff": (KeyDiff(0.4, window_size=2), reference.KeyDiff(0.4, window_size=2)),
+    "lagkv": (
         LagKV(0.6, window_size=2, num_sinks=2, lag_size=8),
         reference.LagKV(0.6, window_size=2, num_sinks=2, lag_size=8),
     ),
-    "chunk_kv": (
+    "chunkkv": (
         ChunkKV(0.3, window_size=4, kernel_size=3, chunk_length=5),
         reference.ChunkKV(0.3, window_size=4, kernel_size=3, chunk_length=5),
     ),
-    "pyramid_infer": (
+    "pyramidinfer": (
         PyramidInfer(min_context=8),
         reference.PyramidInfer(min_context=8),
     ),
@@ -108,16 +108,16 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         ),
         reference.FastKV(0.25, window_size=4, kernel_size=5, tsp_rate=0.4, group_first=True),
     ),
-    "gem_filter": (GemFilter(retention_rate=0.3), reference.GemFilter(retention_rate=0.3)),
+    "gemfilter": (GemFilter(retention_rate=0.3), reference.GemFilter(retention_rate=0.3)),
     "gem_filter_first_layer": (
         GemFilter(filter_layer=0, retention_tokens=13, kernel_size=3, protect=2),
         reference.GemFilter(0, retention_tokens=13, kernel_size=3, protect=2),
     ),
-    "pyramid_kv": (
+    "pyramidkv": (
         PyramidKV(0.3, window_size=4, kernel_size=3),
         reference.PyramidKV(0.3, window_size=4, kernel_size=3),
     ),
-    "ada_kv": (
+    "adakv": (
         AdaKV(0.33, window_size=4, kernel_size=3),
         reference.AdaKV(0.33, window_size=4, kernel_size=3),
     ),
@@ -125,7 +125,7 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         AdaKV(0.3, window_size=4, kernel_size=3, group_first=True),
         reference.AdaKV(0.3, window_size=4, kernel_size=3, group_first=True),
     ),
-    "spire_kv": (
+    "spirekv": (
         SpireKV(tsp_layer=1, retention_rate=0.3, window_size=4, kernel_size=3, tsp_rate=0.4),
         reference.SpireKV(0.3, window_size=4, kernel_size=3, tsp_layer=1, tsp_rate=0.4),
     ),
@@ -186,20 +186,20 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         Compactor(0.4, window_size=3, num_sinks=2, seed=5),
         reference.Compactor(0.4, 3, num_sinks=2, blending=0.6, seed=5),
     ),
-    "critical_kv": (
+    "criticalkv": (
         CriticalKV(0.3, window_size=4, kernel_size=3, first_share=0.6),
         reference.CriticalKV(0.3, 4, 3, first_share=0.6),
     ),
-    "uni_prefill": (
+    "uniprefill": (
         UniPrefill(drop_layers=[0, 2], mass=0.7, block_size=5, num_sinks=3, window_size=6),
         reference.UniPrefill((0, 2), 0.7, block_size=5, num_sinks=3, window_size=6),
     ),
-    "prompt_distill": (PromptDistill(tsp_rate=0.4), reference.PromptDistill(((0, 0.4),))),
-    "lazy_llm": (
+    "promptdistill": (PromptDistill(tsp_rate=0.4), reference.PromptDistill(((0, 0.4),))),
+    "lazyllm": (
         LazyLLM(keep_rate=0.6),
         reference.LazyLLM(((0, 0.6), (1, 0.6**2), (2, 0.6**3))),
     ),
-    "slim_infer": (
+    "sliminfer": (
         SlimInfer(tsp_rate=0.2, unit_size=2, block_units=2),
         reference.SlimInfer(
             ((0, 0.8), (1, 0.4), (2, 0.2)), 4, protect=4, unit_size=2, block_units=2

@@ -37,7 +37,7 @@ def policy_of(name: str, method: str) -> CachePolicy:
         "full_context": FullContext(),
         "snapkv": SnapKV(0.3, window_size=4, kernel_size=3),
         "h2o": H2O(0.3),
-        "gem_filter": GemFilter(retention_rate=0.4),
+        "gemfilter": GemFilter(retention_rate=0.4),
         # The dropping layer itself is run for those that go on, and features added behind it.
         "early": FastKV(
             tsp_layer=0, tsp_rate=0.2, retention_rate=0.2, window_size=4, kernel_size=3

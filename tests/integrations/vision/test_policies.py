@@ -30,13 +30,13 @@ from .rows import model_of, prompts_of
 TOLERANCE = 1e-4
 ROWS = [(0,), (1,), (0, 1)]
 ROW_NAMES = ["one", "other", "padded"]
-METHODS = ["streaming_llm", "snapkv", "fastkv", "fastkv_tokens"]
+METHODS = ["streamingllm", "snapkv", "fastkv", "fastkv_tokens"]
 
 
 def both(name: str, method: str) -> tuple[CachePolicy, VisionMethod]:
     """A policy for the family, and the slow one that decides the same."""
     layer = FAMILIES[name].drops_after
-    if method == "streaming_llm":
+    if method == "streamingllm":
         return StreamingLLM(0.3), SlowStreamingLLM(0.3)
     if method == "snapkv":
         return SnapKVPolicy(0.3, window_size=4, kernel_size=3), SnapKV(0.3, 4, 3)
@@ -171,7 +171,7 @@ def test_a_padded_row_is_what_it_is_alone(name: str, method: str) -> None:
             assert float((side.logits[row] - own.logits[0]).abs().max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("method", ["streaming_llm", "snapkv", "fastkv"])
+@pytest.mark.parametrize("method", ["streamingllm", "snapkv", "fastkv"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_further_prompt_is_padded_in_the_middle(name: str, method: str) -> None:
     """Rows that ask questions of unlike length about the images that they have read."""
