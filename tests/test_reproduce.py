@@ -251,7 +251,7 @@ def check_eval(command: list[str]) -> None:
     }
     cells = [attrs.astuple(each.cell) for each in results.samples]
     assert sorted(map(str, cells)) == sorted(map(str, wanted))
-    assert results.description.settings["chat_template"] == ("--chat-template" in command)
+    assert results.description.settings["chat_template"] == ("--chat" in command)
     parameters = dict(each.split("=") for each in values(command, "--set"))
     if "--tsp-layer" in command:
         parameters["tsp_layer"] = value(command, "--tsp-layer")

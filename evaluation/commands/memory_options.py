@@ -46,14 +46,21 @@ class MemoryOptions:
         Option("Of the weights, as of a quantised model; default: as --dtype.", metavar="SIZE"),
     ] = None
     answer: Annotated[
-        int | None, Option(f"Tokens of an answer; default with --memory: {DEFAULT_ANSWER}.", min=1)
+        int | None,
+        Option(
+            f"Tokens of an answer; default with --memory: {DEFAULT_ANSWER}.",
+            ("--answer-tokens",),
+            min=1,
+            earlier="--answer",
+        ),
     ] = None
     chunk: Annotated[
         int | None,
         Option(
             f"Tokens of a forward where the prompt comes in chunks; default: {DEFAULT_CHUNK}.",
-            ("--prefill-chunk",),
+            ("--prefill-chunk-size",),
             min=1,
+            earlier="--prefill-chunk",
         ),
     ] = None
     attention: Annotated[
@@ -70,8 +77,8 @@ class MemoryOptions:
         if self.memory is None:
             given = {
                 "--weights": self.weights,
-                "--answer": self.answer,
-                "--prefill-chunk": self.chunk,
+                "--answer-tokens": self.answer,
+                "--prefill-chunk-size": self.chunk,
                 "--attention": self.attention,
                 "--decoding-tokens": policies.decoding_tokens,
             }

@@ -21,7 +21,13 @@ class ReportOptions:
         Path, Option("A folder that kvpolicy eval has written.", metavar="DIR", positional=True)
     ]
     out: Annotated[
-        Path | None, Option(f"The page; default: {PAGE} in the folder.", metavar="FILE")
+        Path | None,
+        Option(
+            f"The page; default: {PAGE} in the folder.",
+            ("--out-file",),
+            metavar="FILE",
+            earlier="--out",
+        ),
     ] = None
 
 

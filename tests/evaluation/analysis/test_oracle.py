@@ -136,7 +136,7 @@ def test_too_few_tokens_to_rank() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["analyze", "--oracle", "--context", "128", "--count", "2", "--answer-tokens", "1"]
-    out = ["--pool", "1", "--out", str(tmp_path)]
+    out = ["--kernel-size", "1", "--out", str(tmp_path)]
     assert main([*common, "--scorer", "last_query", "--scorer", "key_norm_scorer", *out]) == 0
     printed = capsys.readouterr().out
     data = json.loads((tmp_path / "oracle.json").read_text())
@@ -155,7 +155,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--answer-tokens", "3"], "--answer-tokens must be given with --oracle"),
         (["--oracle", "--scorer", "best"], "no scorer is named 'best'; known: accumulated"),
         (["--oracle", "--scorer", "last_query:width=3"], "--scorer last_query:width=3: "),
-        (["--oracle", "--pool", "4"], "kernel_size must be odd"),
+        (["--oracle", "--kernel-size", "4"], "kernel_size must be odd"),
     ],
 )
 def test_options_that_are_refused(

@@ -140,7 +140,7 @@ def test_goes_on_after_it_was_stopped(
     assert (status, err) == (130, "error: interrupted\n")
     assert f"what is answered stays in {tmp_path}; the same command goes on" in said
     assert len(load(tmp_path).samples) == 3
-    status, said, _ = command("report", tmp_path, "--out", tmp_path / "half.html")
+    status, said, _ = command("report", tmp_path, "--out-file", tmp_path / "half.html")
     assert (status, said.splitlines()[0]) == (0, "3 of 8 samples are finished")
     assert "Not finished: 3 of 4 cells" in (tmp_path / "half.html").read_text()
     status, said, err = command("eval", *ASKED, "--out", tmp_path)
@@ -187,7 +187,7 @@ def test_unknown_tasks_are_refused_before_any_progress(command: Run, tmp_path: P
     ("arguments", "said"),
     [
         (("--tasks", "needle_one_hops"), "near: needle_one_hop"),
-        (("--tasks", "needle_one_hop", "--chat-template"), "tokenizer with a chat template, got"),
+        (("--tasks", "needle_one_hop", "--chat"), "tokenizer with a chat template, got"),
         (("--tasks", "needle_one_hop", "--lengths", "4k"), "--lengths must be numbers of tokens"),
         (("--tasks", "needle_one_hop", "--question", "never"), "must be with or later, got never"),
         (("--tasks", "needle_one_hop", "-p", "snapvk"), "snapkv"),

@@ -33,7 +33,7 @@ from kvpolicy.policies import (
 
 Run = Callable[..., tuple[int, str, str]]
 ESTIMATE = ("estimate", "--config", "llama-3.1-8b", "--context", 8192)
-QUICK = ("--context", 96, "--count", 2, "--rounds", 1, "--new-tokens", 1, "--threads", 1)
+QUICK = ("--context", 96, "--count", 2, "--rounds", 1, "--answer-tokens", 1, "--threads", 1)
 COMPARE = ("compare", *QUICK)
 CALIBRATE = ("calibrate", "--context", 96, "--count", 2, "--threads", 1)
 
@@ -229,7 +229,7 @@ def test_generate_takes_one_policy_at_one_retention(run: Run, prompt_file: Path)
 
 def test_generate_keeps_what_it_is_told(run: Run, prompt_file: Path) -> None:
     told = ("--retention-tokens", 40, "--protect", 3, "--set", "window_size=4")
-    arguments = ("generate", "--prompt-file", prompt_file, "--max-new-tokens", 1)
+    arguments = ("generate", "--prompt-file", prompt_file, "--answer-tokens", 1)
     status, _, err = run(*arguments, "-p", "snapkv", *told)
     assert status == 0
     assert "SnapKV(window_size=4, retention_tokens=40, protect=3), prompt of 128 tokens" in err
@@ -242,11 +242,11 @@ def test_generate_keeps_what_it_is_told(run: Run, prompt_file: Path) -> None:
 def test_generate_reads_standard_input(
     run: Run, prompt_file: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_file = run("generate", "--prompt-file", prompt_file, "--max-new-tokens", 3)[1]
+    of_file = run("generate", "--prompt-file", prompt_file, "--answer-tokens", 3)[1]
 
     def piped(content: bytes) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))
-        return run("generate", "--prompt-file", "-", "--max-new-tokens", 3)
+        return run("generate", "--prompt-file", "-", "--answer-tokens", 3)
 
     assert piped(f"{text}\n".encode())[:2] == (0, of_file)
     assert piped(b" \n")[2] == "error: prompt on standard input is empty\n"
