@@ -11,6 +11,7 @@ from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import EARLIER, KINDS, Part, registered
+from kvpolicy.renamed import in_new_words
 from kvpolicy.repetition import Repetition
 
 Description = dict[str, Any]
@@ -124,6 +125,7 @@ def _built(value: Any, known: dict[str, Any]) -> Any:
             f"every part of a described policy must be registered under kvpolicy.policies, got "
             f"{kind!r}"
         )
+    fields = in_new_words(factory, fields, warns=False)
     parts = {name: _built(each, known) for name, each in fields.items()}
     try:
         if issubclass(factory, CachePolicy):

@@ -21,7 +21,7 @@ from kvpolicy.gapless import check_acting, check_gapless
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 from kvpolicy.part_calls import DeferredChecks, kept_by, passed_on_by, saliency_of, updated
 from kvpolicy.precision import without_autocast
-from kvpolicy.renamed import Renamed, accepts_old, by_name
+from kvpolicy.renamed import accepts_old, by_name
 from kvpolicy.repetition import Repetition
 from kvpolicy.short_repr import brief
 
@@ -73,8 +73,6 @@ class CachePolicy:
     decoding: DecodingEviction | None = attrs.field(default=None, kw_only=True)
     rereading: Repetition | None = attrs.field(default=None, kw_only=True)
     gapless: bool = attrs.field(default=False, kw_only=True)
-
-    reading = Renamed("rereading")
 
     def __attrs_post_init__(self) -> None:
         if self.scorer is not None:

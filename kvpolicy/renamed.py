@@ -107,7 +107,7 @@ def take_old_names(cls: type, names: Mapping[str, str]) -> None:
 
 
 def accepts_old(**names: str) -> Callable[[Class], Class]:
-    """Let the constructor of an attrs class accept arguments by their old names.
+    """Let an attrs class have its arguments by their old names, in its constructor and when read.
 
     Args:
         names: The new name of each old one.
@@ -127,9 +127,37 @@ def accepts_old(**names: str) -> Callable[[Class], Class]:
             init(self, *args, **given)
 
         cls.__init__ = renamed  # type: ignore[misc]
+        for old, new in names.items():
+            alias = Renamed(new)
+            alias.__set_name__(cls, old)
+            setattr(cls, old, alias)
+        cls.__earlier_arguments__ = names  # type: ignore[attr-defined]
         return cls
 
     return renaming
+
+
+def earlier_arguments(factory: object) -> Mapping[str, str]:
+    """Return the present name of each argument of a class by its old one."""
+    names: Mapping[str, str] = getattr(factory, "__earlier_arguments__", {})
+    return names
+
+
+def in_new_words(
+    factory: object, given: Mapping[str, Any], *, warns: bool = True
+) -> dict[str, Any]:
+    """Return arguments for a class, read from a text, under their names in this version.
+
+    Args:
+        factory: What takes them, such as a class with `accepts_old`.
+        given: The arguments by name.
+        warns: Whether an old name is told.
+    """
+    names = earlier_arguments(factory)
+    for old, new in names.items():
+        if warns and old in given:
+            warn_of_word(f"{old} of {getattr(factory, '__name__', factory)}", new)
+    return {names.get(name, name): value for name, value in given.items()}
 
 
 def by_name(order: str) -> Callable[[Class], Class]:

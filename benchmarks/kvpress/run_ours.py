@@ -61,7 +61,7 @@ def build_policy(method: str, settings: Settings) -> CachePolicy:
         "adakv": AdaKV(rate, **window),
         "lagkv": LagKV(rate),
         "curdkv": CurDKV(rate),
-        "chunkkv": ChunkKV(rate, **window, chunk_length=20),
+        "chunkkv": ChunkKV(rate, **window, chunk_size=20),
         "expected_attention": ExpectedAttention(rate),
         "compactor": Compactor(rate),
         "criticalkv": CriticalKV(rate, **window),

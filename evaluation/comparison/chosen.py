@@ -17,6 +17,7 @@ from kvpolicy.policies import Method
 from kvpolicy.policies.methods.method import under_tokens
 from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import Part, check_names, name_of, registered
+from kvpolicy.renamed import earlier_arguments, in_new_words
 
 COMPOSITION = "composition"
 
@@ -126,8 +127,9 @@ def _methods(
 ) -> list[Variant]:
     found = []
     for name in _names(options):
-        known = parameters_of(registered("policy")[name])
-        further = {key: value for key, value in options.parameters.items() if key in known}
+        factory = registered("policy")[name]
+        known, given = parameters_of(factory), in_new_words(factory, options.parameters)
+        further = {key: value for key, value in given.items() if key in known}
         if tsp_layer is not None and "tsp_layer" in known:
             further = {"tsp_layer": tsp_layer, **further}
         for rate, tokens in _retentions(options, rates, known):
@@ -191,9 +193,11 @@ def _check_taken(options: PolicyOptions, found: Sequence[Variant]) -> None:
     known = set[str]()
     for each in found:
         if each.name == COMPOSITION:
-            known.update(*(parameters_of(_factory(kind, options)) for kind in PARTS))
+            factories = [_factory(kind, options) for kind in PARTS]
         else:
-            known.update(parameters_of(registered("policy")[each.name]))
+            factories = [registered("policy")[each.name]]
+        for factory in factories:
+            known.update(parameters_of(factory), earlier_arguments(factory))
     wanted = {name: f"--set {name}" for name in options.parameters}
     wanted |= {"protect": "--protect"} if "protect" in wanted else {}
     wanted |= {"retention_rate": "--rate"} if options.rates else {}

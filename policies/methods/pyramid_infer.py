@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import attrs
 
+from kvpolicy.checks import check_count
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.pyramid import PyramidPropagation
@@ -45,13 +46,14 @@ class PyramidInfer(Method):
     min_context: int = attrs.field(default=64, kw_only=True)
 
     def _parts(self) -> Parts:
+        check_count("num_sinks", self.num_sinks)
         scorer = WeightedTailScorer(
             recent_rate=self.recent_rate, distance_weight=self.distance_weight
         )
         propagation = PyramidPropagation(
             recent_rate=self.recent_rate,
             decay_ratio=self.decay_ratio,
-            num_sinks=self.num_sinks,
+            protect=self.num_sinks,
             min_context=self.min_context,
         )
         return scorer, KeepAllSelector(), propagation

@@ -7,6 +7,7 @@ from typing import ClassVar
 import attrs
 
 from kvpolicy.budgets import Budget, DefaultRate
+from kvpolicy.checks import check_count
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.staged import StagedPropagation
@@ -32,7 +33,7 @@ class SlimInfer(Method):
     Args:
         tsp_rate: Fraction of the context that goes on after the last of the three, in (0, 1].
         window_size: Last tokens, whose queries are averaged and which always go on, at least 1.
-        unit_size: Tokens whose keys are averaged, at least 1.
+        unit_size: Tokens whose keys are averaged, at least 1; the paper's ``chunk_size``.
         block_units: Units of so many tokens that make a block, at least 1.
         tsp_tokens: Number of tokens that go on after the last of the three, at least 1, in place of
             the rate; 2,048 in the paper, with Llama 3.1 8B.
@@ -64,9 +65,13 @@ class SlimInfer(Method):
     protect: int | None = attrs.field(default=None, kw_only=True)
 
     def _parts(self) -> Parts:
+        check_count("unit_size", self.unit_size, minimum=1)
+        check_count("block_units", self.block_units, minimum=1)
         last = Budget(self.tsp_rate, self.tsp_tokens, name="tsp")
         scorer = BlockProductScorer(
-            window_size=self.window_size, unit_size=self.unit_size, block_units=self.block_units
+            window_size=self.window_size,
+            chunk_size=self.unit_size,
+            block_chunks=self.block_units,
         )
         stages = [
             TokenSelectivePropagation(

@@ -74,7 +74,7 @@ def test_registered_parts(kind: str, factory: Any) -> None:
         ("scorer", WeightedTailScorer(recent_rate=0.5, distance_weight=3.0)),
         (
             "propagation",
-            PyramidPropagation(recent_rate=0.1, decay_ratio=0.2, num_sinks=2, min_context=0),
+            PyramidPropagation(recent_rate=0.1, decay_ratio=0.2, protect=2, min_context=0),
         ),
         ("propagation", TokenSelectivePropagation(tsp_rate=0.3, window_size=2)),
         ("propagation", TokenSelectivePropagation(tsp_layer=0, tsp_tokens=7, window_size=1)),

@@ -8,6 +8,9 @@ import pytest
 
 import kvpolicy
 from kvpolicy import CachePolicy, DecodingEviction, KVSelector, PropagationPolicy, Scorer, policies
+from kvpolicy.assignments import PartOption
+from kvpolicy.building import build_policy, compose
+from kvpolicy.description import describe, from_description
 from kvpolicy.policies import (
     FastKV,
     FullContext,
@@ -18,6 +21,7 @@ from kvpolicy.policies import (
     SnapKV,
 )
 from kvpolicy.policies.positions import EARLIER
+from kvpolicy.renamed import EarlierWordWarning
 from kvpolicy.repetition import Repetition
 
 CLASSES: dict[str, Any] = {
@@ -130,3 +134,42 @@ def test_the_library_uses_names(recwarn: pytest.WarningsRecorder) -> None:
         built: Any = factory()
         assert attrs.evolve(built) == built, name
     assert [str(each.message) for each in recwarn] == []
+
+
+# Arguments that have another name now, where a paper's users do not know them by the old one.
+RENAMED_ARGUMENTS: list[tuple[Any, str, str, Any]] = [
+    (policies.ChunkKV, "chunk_length", "chunk_size", 5),
+    (policies.ChunkMeanScorer, "chunk_length", "chunk_size", 5),
+    (policies.BlockProductScorer, "unit_size", "chunk_size", 5),
+    (policies.BlockProductScorer, "block_units", "block_chunks", 5),
+    (policies.BlockMassPropagation, "block_size", "chunk_size", 5),
+    (policies.BlockMassPropagation, "num_sinks", "protect", 5),
+    (policies.PyramidPropagation, "num_sinks", "protect", 5),
+]
+
+
+@pytest.mark.parametrize(("kind", "old", "new", "value"), RENAMED_ARGUMENTS)
+def test_an_argument_under_its_earlier_name(kind: Any, old: str, new: str, value: Any) -> None:
+    present = kind(**{new: value})
+    with pytest.warns(DeprecationWarning, match=f"{old}= of {kind.__name__} is deprecated") as told:
+        assert kind(**{old: value}) == present
+    assert told[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match=rf"\.{old} is deprecated, use {new}"):
+        assert getattr(present, old) == value
+    assert old not in inspect.signature(kind).parameters
+    fields = describe(present)
+    fields["fields"][old] = fields["fields"].pop(new)
+    if issubclass(kind, CachePolicy):
+        assert from_description(fields) == present  # without a warning
+        with pytest.warns(EarlierWordWarning, match=f"{old} of {kind.__name__} is deprecated, use"):
+            assert build_policy(fields["type"], **{old: value}) == present
+        return
+    place = "scorer" if issubclass(kind, Scorer) else "propagation"
+    described = describe(CachePolicy(SCORER, SELECTOR, PassAllPropagation()))
+    described["fields"][place] = fields
+    built = from_description(described)
+    assert getattr(built, place) == present
+    parts = {"scorer": PartOption("key_norm"), place: PartOption(fields["type"], {old: value})}
+    with pytest.warns(EarlierWordWarning, match=f"{old} of {kind.__name__} is deprecated, use"):
+        composed = compose(parts, {})
+    assert getattr(composed, place) == present

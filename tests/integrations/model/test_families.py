@@ -107,7 +107,9 @@ def suited(policy_name: str, model: PreTrainedModel) -> CachePolicy:
     if policy_name == "sliminfer":  # whose own stages are those of larger models
         stage = TokenSelectivePropagation(tsp_layer=first, tsp_rate=0.4, window_size=4)
         return CachePolicy(
-            BlockProductScorer(window_size=4, unit_size=2, block_units=2), KeepAllSelector(), stage
+            BlockProductScorer(window_size=4, chunk_size=2, block_chunks=2),
+            KeepAllSelector(),
+            stage,
         )
     if policy_name in ("full_context", "fastv"):  # these take no rate; here are no images
         return factory()

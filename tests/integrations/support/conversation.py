@@ -73,7 +73,7 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         reference.LagKV(0.6, window_size=2, num_sinks=2, lag_size=8),
     ),
     "chunkkv": (
-        ChunkKV(0.3, window_size=4, kernel_size=3, chunk_length=5),
+        ChunkKV(0.3, window_size=4, kernel_size=3, chunk_size=5),
         reference.ChunkKV(0.3, window_size=4, kernel_size=3, chunk_length=5),
     ),
     "pyramidinfer": (

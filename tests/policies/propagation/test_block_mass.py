@@ -52,7 +52,7 @@ def passed_on(part: BlockMassPropagation, saliency: Tensor, context: LayerContex
 
 def part_of(mass: float, num_sinks: int = 0, window_size: int = 1) -> BlockMassPropagation:
     return BlockMassPropagation(
-        drop_layers=(1,), mass=mass, block_size=2, num_sinks=num_sinks, window_size=window_size
+        drop_layers=(1,), mass=mass, chunk_size=2, protect=num_sinks, window_size=window_size
     )
 
 
@@ -102,7 +102,7 @@ def test_against_slow_loops_in_padded_rows(mass: float, block_size: int) -> None
     lens = (41, 17, 3, 30)
     context = attrs.evolve(random_layer(block_size, lens, query_len=5), num_layers=3)
     part = BlockMassPropagation(
-        drop_layers=(1,), mass=mass, block_size=block_size, num_sinks=2, window_size=5
+        drop_layers=(1,), mass=mass, chunk_size=block_size, protect=2, window_size=5
     )
     method = reference.UniPrefill((1,), mass, block_size, num_sinks=2, window_size=5)
     policy = CachePolicy(WindowAttentionScorer(5), KeepAllSelector(), part)
@@ -166,11 +166,9 @@ def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None
 @pytest.mark.parametrize(
     "part",
     [
-        BlockMassPropagation(
-            drop_layers=(2, 5), mass=0.5, block_size=4, num_sinks=3, window_size=2
-        ),
-        BlockMassPropagation(drop_layers=(2,), mass=0.9, block_size=1, num_sinks=0, window_size=1),
-        BlockMassPropagation(drop_layers=(0,), mass=0.3, block_size=7, num_sinks=0, window_size=1),
+        BlockMassPropagation(drop_layers=(2, 5), mass=0.5, chunk_size=4, protect=3, window_size=2),
+        BlockMassPropagation(drop_layers=(2,), mass=0.9, chunk_size=1, protect=0, window_size=1),
+        BlockMassPropagation(drop_layers=(0,), mass=0.3, chunk_size=7, protect=0, window_size=1),
     ],
     ids=str,
 )
