@@ -56,16 +56,27 @@ def _described(value: Any, names: dict[Any, str]) -> Any:
 
 
 def with_new_names(description: Description) -> Description:
-    """Rename a field in a saved policy's description, for files of earlier versions.
+    """Return a saved policy's description with this version's names of parts and their fields.
 
     Args:
         description: What `describe` returned in this version or an earlier one.
     """
-    fields = description.get("fields")
-    if not isinstance(fields, dict) or not {"selector", "propagation", "reading"} <= fields.keys():
-        return description
-    renamed = {"rereading" if name == "reading" else name: each for name, each in fields.items()}
-    return {**description, "fields": renamed}
+    renewed: Description = _renewed(description, registered())
+    return renewed
+
+
+def _renewed(value: Any, known: dict[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_renewed(each, known) for each in value]
+    if not isinstance(value, dict) or not isinstance(value.get("fields"), dict):
+        return value
+    name = _name_now(str(value.get("type")), known)
+    fields = in_new_words(known.get(name) or _own_class(name), value["fields"], warns=False)
+    return {
+        **value,
+        "type": name,
+        "fields": {key: _renewed(each, known) for key, each in fields.items()},
+    }
 
 
 def from_description(description: Description) -> CachePolicy:
@@ -89,10 +100,10 @@ def from_description(description: Description) -> CachePolicy:
     return built
 
 
-def _earlier(name: str, known: dict[str, Any]) -> object:
-    """Return what an earlier version registered under a name, in whose files it may be."""
-    names = (EARLIER.get(name), *(f"{name}_{kind}" for kind in KINDS))
-    return next((known[each] for each in names if each in known), None)
+def _name_now(name: str, known: dict[str, Any]) -> str:
+    """Return the name of what an earlier version may have registered under another one."""
+    names = (name, EARLIER.get(name, name), *(f"{name}_{kind}" for kind in KINDS))
+    return next((each for each in names if each in known), name)
 
 
 def _own_class(kind: str) -> object:
@@ -119,13 +130,12 @@ def _built(value: Any, known: dict[str, Any]) -> Any:
     if not isinstance(value, dict):
         return value
     kind, fields = str(value.get("type")), value.get("fields")
-    factory = known.get(kind) or _earlier(kind, known) or _own_class(kind)
+    factory = known.get(kind) or _own_class(kind)
     if not isinstance(factory, type) or not isinstance(fields, dict):
         raise ValueError(
             f"every part of a described policy must be registered under kvpolicy.policies, got "
             f"{kind!r}"
         )
-    fields = in_new_words(factory, fields, warns=False)
     parts = {name: _built(each, known) for name, each in fields.items()}
     try:
         if issubclass(factory, CachePolicy):

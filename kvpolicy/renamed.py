@@ -46,14 +46,14 @@ def words_told() -> Iterator[None]:
         warnings.simplefilter("always", EarlierWordWarning)
         show, told = warnings.showwarning, set[str]()
 
-        def tell(message: Warning | str, category: type[Warning], *where: Any) -> None:
+        def tell(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
             if not issubclass(category, EarlierWordWarning):
-                show(message, category, *where)
+                show(message, category, *where, **more)
             elif str(message) not in told:
                 told.add(str(message))
                 print(f"warning: {message}", file=sys.stderr)
 
-        warnings.showwarning = tell
+        warnings.showwarning = tell  # type: ignore[assignment]
         yield
 
 

@@ -170,7 +170,7 @@ def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     package = types.ModuleType("my_package")
     monkeypatch.setitem(sys.modules, "my_package", package)
     exec(code.partition("check_selector(")[0], package.__dict__)
-    mine = EntryPoint("strided", "my_package:StridedSelector", registry.GROUP)
+    mine = EntryPoint("strided_selector", "my_package:StridedSelector", registry.GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [*entry_points(group=group), mine])
 
 

@@ -12,7 +12,7 @@ import kvpolicy
 from kvpolicy import CachePolicy
 from kvpolicy.assignments import PartOption
 from kvpolicy.building import build_policy, compose, factory_of
-from kvpolicy.description import describe, from_description
+from kvpolicy.description import describe, from_description, with_new_names
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.policies import (
     AdaKV,
@@ -124,6 +124,7 @@ def test_a_saved_description_with_earlier_names() -> None:
     ):
         earlier = renamed(describe(policy))
         assert earlier != describe(policy)
+        assert with_new_names(earlier) == describe(policy)
         assert from_description(earlier) == policy
 
 
