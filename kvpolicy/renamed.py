@@ -53,7 +53,7 @@ def words_told() -> Iterator[None]:
                 told.add(str(message))
                 print(f"warning: {message}", file=sys.stderr)
 
-        warnings.showwarning = tell  # type: ignore[assignment]
+        warnings.showwarning = tell
         yield
 
 
