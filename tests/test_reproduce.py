@@ -394,7 +394,7 @@ def test_accuracy_is_as_measured() -> None:
     layers = [each for each in record["sweep"]["layers"] if each["retention_rate"] == 0.1]
     assert rows(section, "FastKV")[1] == [cell(each["exact_match"]) for each in layers]
     (command,) = next(each for each in BLOCKS if each.section == section).commands
-    for option, name in (("--threads", "threads"), ("--new-tokens", "new_tokens")):
+    for option, name in (("--threads", "threads"), ("--answer-tokens", "new_tokens")):
         assert int(value(command, option)) == record["settings"][name]
 
 
