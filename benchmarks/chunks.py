@@ -29,7 +29,7 @@ from benchmarks.harness import Benchmark, Column, Option, Row, Run, Table, exten
 from benchmarks.memory import try_peak
 from benchmarks.pictures import chunks_picture
 
-METHODS = (BASELINE, "snapkv", "h2o", "fastkv", "gem_filter", "pyramid_infer")
+METHODS = (BASELINE, "snapkv", "h2o", "fastkv", "gemfilter", "pyramidinfer")
 TINY = ModelSpec(
     hidden_size=64,
     num_layers=2,

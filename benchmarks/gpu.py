@@ -88,13 +88,13 @@ LLAMA = ModelSpec(
 PRESETS = {"llama-3.1-8b": (LLAMA, torch.bfloat16), "tiny": (TINY, torch.float32)}
 
 # Methods whose prompts, answers and compiled answers are measured.
-MAIN = (FULL, "everything", "fastkv", "snapkv", "gem_filter", "spirekv", "claa", "adakv")
+MAIN = (FULL, "everything", "fastkv", "snapkv", "gemfilter", "spirekv", "claa", "adakv")
 # Of these, those whose answers are measured wherever prompts take long.
 FEW = (FULL, "fastkv", "snapkv")
 BOUNDED = ("snapkv_fixed", "snapkv_bounded")
 CHUNKED = ("fastkv_chunks", "snapkv_chunks", "full_chunks")
 # At the end, if time is left.
-LAST = ("streaming_llm", "pyramid_infer", "h2o")
+LAST = ("streamingllm", "pyramidinfer", "h2o")
 ROWS = 8
 PACKED_RATES = (0.02, 0.1)
 # Starts of a cell, before it is recorded as failed.
@@ -217,15 +217,15 @@ def plans_for(spec: ModelSpec) -> dict[str, Plan]:
         "everything": Plan(FullContext()),
         "fastkv": Plan(fastkv),
         "snapkv": Plan(snapkv),
-        "gem_filter": Plan(GemFilter(filter_layer=13 if large else None, retention_rate=0.1)),
+        "gemfilter": Plan(GemFilter(filter_layer=13 if large else None, retention_rate=0.1)),
         "spirekv": Plan(SpireKV()),
         "claa": Plan(CLAA()),
         "adakv": Plan(AdaKV(retention_rate=0.1)),
-        "streaming_llm": Plan(StreamingLLM(retention_rate=0.1)),
+        "streamingllm": Plan(StreamingLLM(retention_rate=0.1)),
         "full_chunks": Plan(None, chunk),
         "fastkv_chunks": Plan(fastkv, chunk),
         "snapkv_chunks": Plan(snapkv, chunk),
-        "pyramid_infer": Plan(PyramidInfer()),
+        "pyramidinfer": Plan(PyramidInfer()),
         "h2o": Plan(H2O(retention_rate=0.1)),
         "snapkv_fixed": Plan(SnapKV(retention_tokens=entries)),
         "snapkv_bounded": Plan(SnapKV(retention_tokens=entries, decoding=bound)),

@@ -33,7 +33,7 @@ from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
 LENGTHS = (4096, 8192)
 POLICIES: dict[str, CachePolicy] = {
     "full_context": FullContext(),
-    "streaming_llm": StreamingLLM(0.1),
+    "streamingllm": StreamingLLM(0.1),
     "snapkv": SnapKV(0.1),
     "fastkv": FastKV(tsp_rate=0.2, retention_rate=0.1),
 }

@@ -87,7 +87,7 @@ def plans(chunk: int) -> dict[str, Plan]:
         FULL: None,
         "snapkv": SnapKV(retention_rate=0.1),
         "fastkv": FastKV(tsp_rate=0.2, retention_rate=0.1),
-        "gem_filter": GemFilter(retention_rate=0.1),
+        "gemfilter": GemFilter(retention_rate=0.1),
     }
     whole = {name: Plan(policy) for name, policy in policies.items()}
     return whole | {f"{name}_chunks": Plan(each.policy, chunk) for name, each in whole.items()}

@@ -48,7 +48,7 @@ from benchmarks.turns import take_turn
 from kvpolicy.evaluation import estimate, shape_of
 from kvpolicy.policies import FullContext
 
-METHODS = (BASELINE, "snapkv", "fastkv", "gem_filter", "pyramid_infer")
+METHODS = (BASELINE, "snapkv", "fastkv", "gemfilter", "pyramidinfer")
 SMALL = ModelSpec(hidden_size=128, num_layers=4, query_heads=4, kv_heads=2, intermediate_size=384)
 OPTIONS = (
     Option("rounds", kind=at_least(1), quick=1, help="default 7, 3 and 2, by length"),

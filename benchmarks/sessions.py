@@ -96,15 +96,15 @@ def policies(bounded: bool) -> dict[str, CachePolicy]:
     """Return policies by name; if ``bounded``, those that also bound the answer."""
     rules = {
         "snapkv": lambda rule: SnapKV(0.1, decoding=rule),
-        "ada_kv": lambda rule: AdaKV(0.1, decoding=rule),
+        "adakv": lambda rule: AdaKV(0.1, decoding=rule),
         "h2o": lambda rule: H2O(0.1, decoding=rule),
         "fastkv": lambda rule: FastKV(decoding=rule),
     }
     if bounded:
-        plain = {"snapkv": SnapKV(), "ada_kv": AdaKV(), "h2o": H2O(), "fastkv": FastKV()}
+        plain = {"snapkv": SnapKV(), "adakv": AdaKV(), "h2o": H2O(), "fastkv": FastKV()}
         return {name: rules[name](plain[name].decoding_rule(BOUND, EVERY)) for name in rules}
     made = {name: make(None) for name, make in rules.items()}
-    return {"full_context": FullContext(), **made, "gem_filter": GemFilter()}
+    return {"full_context": FullContext(), **made, "gemfilter": GemFilter()}
 
 
 def build(family: str, device: str, context: int) -> PreTrainedModel:

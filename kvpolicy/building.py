@@ -10,10 +10,15 @@ from kvpolicy.assignments import PartOption
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.nearest import said
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import Part, build, check_names, registered
+from kvpolicy.registry import Part, build, check_names, name_of, registered
+from kvpolicy.renamed import in_new_words
 
 # What a composition has where nothing is named: SnapKV's.
-PARTS = {"scorer": "window_max_pool", "selector": "gqa_group", "propagation": "pass_all"}
+PARTS = {
+    "scorer": "window_max_pool_scorer",
+    "selector": "gqa_group_selector",
+    "propagation": "pass_all_propagation",
+}
 
 
 def parameters_of(factory: Callable[..., Any]) -> dict[str, Any]:
@@ -32,14 +37,14 @@ def parameters_of(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def factory_of(name: str, kind: str = "policy") -> Callable[..., Part]:
-    """Look up a policy's or part's factory by its registered name; ``-`` counts as ``_``.
+    """Look up a policy's or part's factory by its registered name, see `name_of`.
 
     Raises:
         TypeError: ``name`` is not a str.
         UnknownPolicyError: Nothing of that kind has the name; lists the known names.
     """
     check_names({kind: [name]})
-    return registered(kind)[name.replace("-", "_")]
+    return registered(kind)[name_of(name, kind)]
 
 
 def build_policy(name: str, **parameters: Any) -> CachePolicy:
@@ -54,8 +59,9 @@ def build_policy(name: str, **parameters: Any) -> CachePolicy:
         Budget(rate=0.2, tokens=None)
     """
     given = {key: value for key, value in parameters.items() if value is not None}
-    known = parameters_of(factory_of(name))
-    _check_parameters(f"policy {name}", given, known)
+    factory = factory_of(name)
+    given = in_new_words(factory, given)
+    _check_parameters(f"policy {name}", given, parameters_of(factory))
     policy = build(name, **given)
     assert isinstance(policy, CachePolicy)
     return policy
@@ -93,9 +99,10 @@ def compose(parts: Mapping[str, PartOption], shared: Mapping[str, Any]) -> Cache
         told = parts.get(kind, PartOption(default))
         factory = factory_of(told.name, kind)
         known = parameters_of(factory)
-        _check_parameters(f"--{kind} {told.name}", told.parameters, known)
-        taken = {key: value for key, value in shared.items() if key in known}
-        built[kind] = factory(**{**taken, **told.parameters})
+        own = in_new_words(factory, told.parameters)
+        _check_parameters(f"--{kind} {told.name}", own, known)
+        taken = in_new_words(factory, shared)
+        built[kind] = factory(**{**{key: taken[key] for key in taken if key in known}, **own})
     scorer, selector, propagation = built["scorer"], built["selector"], built["propagation"]
     assert isinstance(scorer, Scorer)
     assert isinstance(selector, KVSelector)

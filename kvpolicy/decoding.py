@@ -10,10 +10,11 @@ from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 from kvpolicy.part_calls import DeferredChecks, kept_by, saliency_of, updated
 from kvpolicy.precision import without_autocast
-from kvpolicy.renamed import Renamed
+from kvpolicy.renamed import Renamed, by_name
 from kvpolicy.short_repr import brief
 
 
+@by_name("scorer selector every")
 @attrs.frozen
 class DecodingEviction:
     """Rule by which every layer evicts tokens while an answer is decoded, every so many tokens.
@@ -45,7 +46,7 @@ class DecodingEviction:
 
     scorer: Scorer | None
     selector: KVSelector
-    every: int = 128
+    every: int = attrs.field(default=128, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         if self.scorer is not None:

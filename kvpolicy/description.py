@@ -10,7 +10,8 @@ import attrs
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import Part, registered
+from kvpolicy.registry import EARLIER, KINDS, Part, registered
+from kvpolicy.renamed import in_new_words
 from kvpolicy.repetition import Repetition
 
 Description = dict[str, Any]
@@ -31,7 +32,7 @@ def describe(part: Part) -> Description:
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector
         >>> describe(GQAGroupSelector(retention_tokens=64, window_size=4))["type"]
-        'gqa_group'
+        'gqa_group_selector'
     """
     # Only classes are looked up, and another callable need not have a hash.
     names = {each: name for name, each in registered().items() if isinstance(each, type)}
@@ -60,16 +61,27 @@ def _described(value: Any, names: dict[Any, str]) -> Any:
 
 
 def with_new_names(description: Description) -> Description:
-    """Rename a field in a saved policy's description, for files of earlier versions.
+    """Return a saved policy's description with this version's names of parts and their fields.
 
     Args:
         description: What `describe` returned in this version or an earlier one.
     """
-    fields = description.get("fields")
-    if not isinstance(fields, dict) or not {"selector", "propagation", "reading"} <= fields.keys():
-        return description
-    renamed = {"rereading" if name == "reading" else name: each for name, each in fields.items()}
-    return {**description, "fields": renamed}
+    renewed: Description = _renewed(description, registered())
+    return renewed
+
+
+def _renewed(value: Any, known: dict[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_renewed(each, known) for each in value]
+    if not isinstance(value, dict) or not isinstance(value.get("fields"), dict):
+        return value
+    name = _name_now(str(value.get("type")), known)
+    fields = in_new_words(known.get(name) or _own_class(name), value["fields"], warns=False)
+    return {
+        **value,
+        "type": name,
+        "fields": {key: _renewed(each, known) for key, each in fields.items()},
+    }
 
 
 def from_description(description: Description) -> CachePolicy:
@@ -91,6 +103,12 @@ def from_description(description: Description) -> CachePolicy:
     if not isinstance(built, CachePolicy):
         raise ValueError(f"description must be that of a CachePolicy, got {built!r}")
     return built
+
+
+def _name_now(name: str, known: dict[str, Any]) -> str:
+    """Return the name of what an earlier version may have registered under another one."""
+    names = (name, EARLIER.get(name, name), *(f"{name}_{kind}" for kind in KINDS))
+    return next((each for each in names if each in known), name)
 
 
 def _own_class(kind: str) -> object:

@@ -30,7 +30,7 @@ def lazy_names(
     """
     defined = {name: module for module, names in modules.items() for name in names}
 
-    find_old = old_names(package, old or {}, stacklevel=3)
+    find_old = old_names(package, old or {}, above=1)
 
     def get(name: str) -> Any:
         if name in defined:

@@ -21,11 +21,12 @@ from kvpolicy.gapless import check_acting, check_gapless
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 from kvpolicy.part_calls import DeferredChecks, kept_by, passed_on_by, saliency_of, updated
 from kvpolicy.precision import without_autocast
-from kvpolicy.renamed import Renamed, accepts_old
+from kvpolicy.renamed import accepts_old, by_name
 from kvpolicy.repetition import Repetition
 from kvpolicy.short_repr import brief
 
 
+@by_name("scorer selector propagation decoding rereading")
 @accepts_old(reading="rereading")
 @attrs.frozen
 class CachePolicy:
@@ -69,11 +70,9 @@ class CachePolicy:
     scorer: Scorer | None
     selector: KVSelector
     propagation: PropagationPolicy
-    decoding: DecodingEviction | None = None
-    rereading: Repetition | None = None
+    decoding: DecodingEviction | None = attrs.field(default=None, kw_only=True)
+    rereading: Repetition | None = attrs.field(default=None, kw_only=True)
     gapless: bool = attrs.field(default=False, kw_only=True)
-
-    reading = Renamed("rereading")
 
     def __attrs_post_init__(self) -> None:
         if self.scorer is not None:

@@ -25,12 +25,39 @@ from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.nearest import said
 from kvpolicy.policy import CachePolicy
+from kvpolicy.renamed import warn_of_word
 
 GROUP = "kvpolicy.policies"
 
+# Policies and parts of this package whose names were others in the earlier version; parts whose
+# names had no kind at their end are left out.
+EARLIER = {
+    "ada_kv": "adakv",
+    "chunk_kv": "chunkkv",
+    "critical_kv": "criticalkv",
+    "cur_dkv": "curdkv",
+    "expected": "expected_attention_scorer",
+    "gem_filter": "gemfilter",
+    "key_diff": "keydiff",
+    "key_diff_scorer": "keydiff_scorer",
+    "lag": "lagkv_scorer",
+    "lag_kv": "lagkv",
+    "lazy_llm": "lazyllm",
+    "prompt_distill": "promptdistill",
+    "pyramid": "pyramid_propagation",
+    "pyramid_infer": "pyramidinfer",
+    "pyramid_kv": "pyramidkv",
+    "r_kv": "rkv",
+    "slim_infer": "sliminfer",
+    "spire_kv": "spirekv",
+    "streaming_llm": "streamingllm",
+    "uni_prefill": "uniprefill",
+    "visual_tokens": "visual_token_propagation",
+}
+
 Part = CachePolicy | Scorer | KVSelector | PropagationPolicy
 
-_KINDS: dict[str, type] = {
+KINDS: dict[str, type] = {
     "policy": CachePolicy,
     "scorer": Scorer,
     "selector": KVSelector,
@@ -54,13 +81,13 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
         UserWarning: An entry is broken and left out; once in a process.
 
     Example:
-        >>> list(registered("selector"))[:4]
-        ['adaptive_head', 'critical', 'first_layers_whole', 'first_tokens_whole']
+        >>> list(registered("selector"))[:3]
+        ['adaptive_head_selector', 'critical_selector', 'first_layers_whole_selector']
     """
-    if kind is not None and kind not in list(_KINDS):
-        raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
+    if kind is not None and kind not in list(KINDS):
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     found = {}
-    for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):
+    for entry in entry_points(group=GROUP):
         try:
             factory = entry.load()
             kind_found = kind_of(factory)
@@ -68,8 +95,17 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
             _warn_of(entry, f"{type(error).__name__}: {error}")
             continue
         if kind is None or kind_found == kind:
-            found[entry.name] = factory
-    return found
+            found[_name_now(entry, kind_found)] = factory
+    return dict(sorted(found.items()))
+
+
+def _name_now(entry: EntryPoint, kind: str) -> str:
+    """Return an entry's name in this version: an editable installation may be an earlier one's."""
+    name: str = entry.name
+    if not str(getattr(entry, "value", "")).startswith("kvpolicy.policies:"):
+        return name
+    name = EARLIER.get(name, name)
+    return name if kind == "policy" or name.endswith(f"_{kind}") else f"{name}_{kind}"
 
 
 @functools.cache
@@ -92,10 +128,10 @@ def kind_of(factory: Callable[..., Part]) -> str:
     """
     if callable(factory):
         built = factory()
-        for kind, base in _KINDS.items():
+        for kind, base in KINDS.items():
             if isinstance(built, base):
                 return kind
-    bases = ", ".join(base.__name__ for base in _KINDS.values())
+    bases = ", ".join(base.__name__ for base in KINDS.values())
     raise TypeError(f"an entry of {GROUP} must build a {bases}, got {factory!r}")
 
 
@@ -103,7 +139,7 @@ def build(name: str, kind: str = "policy", **parameters: Any) -> Part:
     """Build a registered policy or part by its name.
 
     Args:
-        name: A name from `registered`; ``-`` counts as ``_``.
+        name: A name from `registered`, see `name_of`.
         kind: The kind that the part must have.
         parameters: Passed on to the factory.
 
@@ -116,11 +152,39 @@ def build(name: str, kind: str = "policy", **parameters: Any) -> Part:
         Budget(rate=0.2, tokens=None)
     """
     check_names({kind: [name]})
-    return registered(kind)[name.replace("-", "_")](**parameters)
+    return registered(kind)[name_of(name, kind)](**parameters)
+
+
+def name_of(name: str, kind: str = "policy") -> str:
+    """Return the registered name of a policy or part, from the way that a user may write it.
+
+    ``-`` counts as ``_``, and a part's kind at the end may be left out. An earlier version's name
+    is understood, with a warning. A name that is unknown is returned, for the error message.
+
+    Args:
+        name: A name.
+        kind: The kind of what it names.
+
+    Raises:
+        TypeError: ``name`` is not a str.
+
+    Example:
+        >>> name_of("key-norm", "scorer")
+        'key_norm_scorer'
+    """
+    check_kind("name", name, str)
+    known, plain = registered(kind), name.replace("-", "_")
+    for written in (plain, f"{plain}_{kind}"):
+        if written in known:
+            return written
+    if EARLIER.get(plain) in known:
+        warn_of_word(f"the name {name}", EARLIER[plain])
+        return EARLIER[plain]
+    return plain
 
 
 def check_names(asked: Mapping[str, Iterable[str]]) -> None:
-    """Check that policies and parts are registered; ``-`` in their names counts as ``_``.
+    """Check that policies and parts are registered, under names as `name_of` takes them.
 
     Args:
         asked: The names by kind, such as ``{"policy": ["fastkv"], "scorer": ["last_query"]}``.
@@ -135,9 +199,9 @@ def check_names(asked: Mapping[str, Iterable[str]]) -> None:
         known = registered(kind)
         unknown = []
         for name in dict.fromkeys(names):
-            check_kind("name", name, str)
-            if name.replace("-", "_") not in known:
-                unknown.append(said(name, known, repr(name)))
+            if name_of(name, kind) not in known:
+                short = [each.removesuffix(f"_{kind}") for each in known]
+                unknown.append(said(name, short, repr(name)))
         if unknown:
             wrong.append(f"no {kind} is named {' or '.join(unknown)}; known: {', '.join(known)}")
     if wrong:

@@ -1,16 +1,18 @@
 """Keeps the earlier names of public things working for one version, with a `DeprecationWarning`.
 
 Declares old names where they were: `Renamed` and `Moved` in a class body, `take_old_names` where
-subclasses define them, `accepts_old` for arguments of an attrs class, `accepts_grouped` for those
-that are in groups now, `old_names` for names of a
-module.
+subclasses define them, `accepts_old` for names of arguments of an attrs class, `accepts_grouped`
+for those that are in groups now, `by_name` for those that were given by position, `old_names` for
+names of a module, `warn_of_word` for texts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -20,9 +22,43 @@ import attrs
 Class = TypeVar("Class", bound=type)
 
 
-def _warn(old: str, new: str | None, stacklevel: int) -> None:
+class EarlierWordWarning(DeprecationWarning):
+    """Warns of an earlier word in a text, such as a policy's name; command lines print it."""
+
+
+def _warn(old: str, new: str | None, *, above: int = 0) -> None:
+    """Warn at the line that called this module, or ``above`` callers further up."""
     instead = f"use {new}" if new else "since only the library itself needs it"
-    warnings.warn(f"{old} is deprecated, {instead}", DeprecationWarning, stacklevel=stacklevel + 1)
+    level = 2
+    while sys._getframe(level - 1).f_code.co_filename == __file__:
+        level += 1
+    warnings.warn(f"{old} is deprecated, {instead}", DeprecationWarning, stacklevel=level + above)
+
+
+def warn_of_word(old: str, new: str) -> None:
+    """Warn, at the line outside of the package that gave it, that a word has another form now."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("kvpolicy."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"{old} is deprecated, use {new}", EarlierWordWarning, stacklevel=level)
+
+
+@contextlib.contextmanager
+def words_told() -> Iterator[None]:
+    """Print each `EarlierWordWarning` inside the block once, as a line on stderr."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", EarlierWordWarning)
+        show, told = warnings.showwarning, set[str]()
+
+        def tell(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+            if not issubclass(category, EarlierWordWarning):
+                show(message, category, *where, **more)
+            elif str(message) not in told:
+                told.add(str(message))
+                print(f"warning: {message}", file=sys.stderr)
+
+        warnings.showwarning = tell
+        yield
 
 
 class Renamed:
@@ -45,7 +81,7 @@ class Renamed:
         if instance is None:
             return self
         if self._warns:
-            _warn(f"{self._owner.__name__}.{self._own_name}", self._name, stacklevel=2)
+            _warn(f"{self._owner.__name__}.{self._own_name}", self._name)
         classes = self._owner.__mro__
         found = next(vars(each)[self._name] for each in classes if self._name in vars(each))
         return found.__get__(instance, type(instance)) if hasattr(found, "__get__") else found
@@ -71,7 +107,7 @@ class Moved:
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        _warn(self._name, self._instead, stacklevel=2)
+        _warn(self._name, self._instead)
         return self._find(instance)
 
 
@@ -90,8 +126,8 @@ def take_old_names(cls: type, names: Mapping[str, str]) -> None:
             continue
         given, missing = (old, new) if old in definer else (new, old)
         if given == old:
-            # Above this function, the base's own and that of the metaclass: the class statement.
-            _warn(f"{cls.__name__}.{old}", new, stacklevel=4)
+            # Above the base's own function and that of the metaclass: the class statement.
+            _warn(f"{cls.__name__}.{old}", new, above=2)
         setattr(cls, given, definer[given])  # a class beside the bases may have defined it
         alias = Renamed(given, warns=missing == old)
         alias.__set_name__(cls, missing)
@@ -99,7 +135,7 @@ def take_old_names(cls: type, names: Mapping[str, str]) -> None:
 
 
 def accepts_old(**names: str) -> Callable[[Class], Class]:
-    """Let the constructor of an attrs class accept arguments by their old names.
+    """Let an attrs class have its arguments by their old names, in its constructor and when read.
 
     Args:
         names: The new name of each old one.
@@ -113,15 +149,85 @@ def accepts_old(**names: str) -> Callable[[Class], Class]:
             for old, new in names.items():
                 if old not in given:
                     continue
-                _warn(f"{old}= of {cls.__name__}", f"{new}=", stacklevel=2)
+                _warn(f"{old}= of {cls.__name__}", f"{new}=")
                 # `attrs.evolve` fills in all fields under their new names: changes go first.
                 given[new] = given.pop(old)
             init(self, *args, **given)
 
         cls.__init__ = renamed  # type: ignore[misc]
+        for old, new in names.items():
+            alias = Renamed(new)
+            alias.__set_name__(cls, old)
+            setattr(cls, old, alias)
+        cls.__earlier_arguments__ = names  # type: ignore[attr-defined]
         return cls
 
     return renaming
+
+
+def earlier_arguments(factory: object) -> Mapping[str, str]:
+    """Return the present name of each argument of a class by its old one."""
+    names: Mapping[str, str] = getattr(factory, "__earlier_arguments__", {})
+    return names
+
+
+def in_new_words(
+    factory: object, given: Mapping[str, Any], *, warns: bool = True
+) -> dict[str, Any]:
+    """Return arguments for a class, read from a text, under their names in this version.
+
+    Args:
+        factory: What takes them, such as a class with `accepts_old`.
+        given: The arguments by name.
+        warns: Whether an old name is told.
+    """
+    names = earlier_arguments(factory)
+    for old, new in names.items():
+        if warns and old in given:
+            warn_of_word(f"{old} of {getattr(factory, '__name__', factory)}", new)
+    return {names.get(name, name): value for name, value in given.items()}
+
+
+def by_name(order: str) -> Callable[[Class], Class]:
+    """Let the constructor of an attrs class accept keyword-only arguments by position, as before.
+
+    Args:
+        order: The names of the arguments in the order of the earlier signature, with blanks.
+
+    Raises:
+        TypeError: When the class is called with more arguments by position than ``order`` has, with
+            one by name as well, or with others behind the one that comes first now and did not.
+    """
+    earlier = order.split()
+
+    def accepting(cls: Class) -> Class:
+        init = cls.__init__  # type: ignore[misc]
+        fields = attrs.fields(cls)
+        now = [each.alias for each in fields if each.init and not each.kw_only]
+
+        @functools.wraps(init)
+        def positional(self: object, *args: Any, **given: Any) -> None:
+            names = earlier[: len(args)]
+            # Where another argument was the first, it was no fraction: a layer, or layers.
+            same = now[:1] == earlier[:1]
+            moved = bool(args and now) and not same and isinstance(args[0], float)
+            if (args and not (same or moved)) or len(args) > len(now):
+                named = ", ".join(f"{name}=" for name in names if name not in now or not same)
+                if moved:
+                    raise TypeError(
+                        f"{cls.__name__} takes 1 positional argument, {now[0]}; the others must be "
+                        f"given by name, as in {named}, got {len(args)} positional arguments"
+                    )
+                if len(names) == len(args):  # Python refuses more of them
+                    _warn(f"giving {named} of {cls.__name__} by position", "the names")
+                    init(self, **dict(zip(names, args, strict=True)), **given)
+                    return
+            init(self, *args, **given)
+
+        cls.__init__ = positional  # type: ignore[misc]
+        return cls
+
+    return accepting
 
 
 def accepts_grouped(**groups: type) -> Callable[[Class], Class]:
@@ -158,7 +264,7 @@ def _in_groups(
     changes: dict[str, dict[str, Any]] = {}
     for name in (each for each in given if each in found):
         group = found[name]
-        _warn(f"{name}= of {owner}", f"{group}={groups[group].__name__}({name}=...)", stacklevel=3)
+        _warn(f"{name}= of {owner}", f"{group}={groups[group].__name__}({name}=...)")
         changes.setdefault(group, {})[name] = given[name]
     kept = {name: value for name, value in given.items() if name not in found}
     for group, of_group in changes.items():
@@ -168,15 +274,13 @@ def _in_groups(
     return kept
 
 
-def old_names(
-    module: str, names: Mapping[str, str], *, stacklevel: int = 2
-) -> Callable[[str], Any]:
+def old_names(module: str, names: Mapping[str, str], *, above: int = 0) -> Callable[[str], Any]:
     """Make a module-level ``__getattr__`` that finds renamed or moved names by their old names.
 
     Args:
         module: The module's ``__name__``.
         names: The new name of each old one, with its module if that is another one.
-        stacklevel: How many calls above the warning its reader is.
+        above: How many calls lie between this function and the code that reads the name.
     """
 
     def find(name: str) -> Any:
@@ -184,7 +288,7 @@ def old_names(
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home, _, new = names[name].rpartition(".")
         home = home or module
-        _warn(f"{module}.{name}", f"{home}.{new}", stacklevel)
+        _warn(f"{module}.{name}", f"{home}.{new}", above=above)
         return getattr(import_module(home), new)
 
     return find

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.checks import as_tuple, check_count
+from kvpolicy.renamed import by_name
 from kvpolicy.short_repr import brief
 
 # What KVzip asks for, behind the context; in later chunks the overlap follows.
@@ -27,6 +28,7 @@ def _answer(given: Iterable[int]) -> tuple[int, ...]:
     return as_tuple("answer_ids", "token ids", given)
 
 
+@by_name("chunk_size num_sinks overlap instruction_ids later_ids answer_ids")
 @attrs.frozen
 class Repetition:
     """Settings of a second reading of the prompt, in chunks, whose attention scores its keys.
@@ -68,11 +70,11 @@ class Repetition:
     """
 
     chunk_size: int = 2048
-    num_sinks: int = 4
-    overlap: int = 8
-    instruction_ids: tuple[int, ...] = attrs.field(default=(), converter=_instruction)
-    later_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_later)
-    answer_ids: tuple[int, ...] = attrs.field(default=(), converter=_answer)
+    num_sinks: int = attrs.field(default=4, kw_only=True)
+    overlap: int = attrs.field(default=8, kw_only=True)
+    instruction_ids: tuple[int, ...] = attrs.field(default=(), converter=_instruction, kw_only=True)
+    later_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_later, kw_only=True)
+    answer_ids: tuple[int, ...] = attrs.field(default=(), converter=_answer, kw_only=True)
     unrepeated: int = attrs.field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:

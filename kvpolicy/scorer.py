@@ -224,7 +224,7 @@ class SumScorer(_CombinedScorer):
     """
 
     weights: tuple[float, ...] | None = attrs.field(
-        default=None, converter=attrs.converters.optional(_as_weights)
+        default=None, converter=attrs.converters.optional(_as_weights), kw_only=True
     )
 
     def __attrs_post_init__(self) -> None:

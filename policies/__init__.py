@@ -28,6 +28,7 @@ from kvpolicy.policies.methods.spire_kv import SpireKV
 from kvpolicy.policies.methods.streaming_llm import StreamingLLM
 from kvpolicy.policies.methods.tova import TOVA
 from kvpolicy.policies.methods.uni_prefill import UniPrefill
+from kvpolicy.policies.positions import accept_positions
 from kvpolicy.policies.propagation.agreement import AgreementPropagation
 from kvpolicy.policies.propagation.block_mass import BlockMassPropagation
 from kvpolicy.policies.propagation.cross_layer import CrossLayerPropagation
@@ -151,3 +152,5 @@ __all__ = [
     "WindowMaxPoolScorer",
     "WindowMeanPoolScorer",
 ]
+
+accept_positions(__name__)

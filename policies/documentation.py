@@ -45,9 +45,9 @@ def documented(cls: type[T]) -> type[T]:
         <BLANKLINE>
         Args:
             retention_rate: Fraction of the context every layer keeps, in (0, 1].
-            window_size: Last tokens that are always kept, at least 0.
             decoding: Number of tokens every layer keeps while an answer is decoded, at least 1;
                 True for ``retention_tokens``; or a `DecodingEviction`. None lets it grow.
+            window_size: Last tokens that are always kept, at least 0.
             retention_tokens: Number of tokens every layer keeps, at least 1, in place of the rate.
             protect: First tokens of the context that are always kept, at least 0.
         ...

@@ -63,7 +63,7 @@ SIZES = {
     "--lengths": "128",
     "--limit": "1",
     "--top-k": "4",
-    "--new-tokens": "3",
+    "--answer-tokens": "3",
     "--decoding-tokens": "24",
     "--decoding-every": "8",
     "--count": "2",
@@ -72,12 +72,12 @@ SIZES = {
 }
 # What is measured where a line leaves it open.
 LEAST = {
-    "compare": ("--context", "64", "--count", "2", "--rounds", "1", "--new-tokens", "2"),
+    "compare": ("--context", "64", "--count", "2", "--rounds", "1", "--answer-tokens", "2"),
     "calibrate": ("--context", "64", "--count", "2"),
     "analyze": ("--context", "64", "--count", "2", "--top-k", "4"),
-    "generate": ("--max-new-tokens", "2"),
+    "generate": ("--answer-tokens", "2"),
     "eval": ("--limit", "1"),
-    "estimate": ("--prefill-chunk", "65536"),
+    "estimate": ("--prefill-chunk-size", "65536"),
 }
 COMPLETED = {
     "generate": ("--prompt-file", "needle.txt"),
@@ -170,7 +170,7 @@ def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     package = types.ModuleType("my_package")
     monkeypatch.setitem(sys.modules, "my_package", package)
     exec(code.partition("check_selector(")[0], package.__dict__)
-    mine = EntryPoint("strided", "my_package:StridedSelector", registry.GROUP)
+    mine = EntryPoint("strided_selector", "my_package:StridedSelector", registry.GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [*entry_points(group=group), mine])
 
 

@@ -19,7 +19,7 @@ PRINTED = {
     "chat": r"turn 3: True, (\d+) of 776 tokens held",
     "composition": r"True, (\d+)% of the prefill, 104 tokens kept per layer",
     "own_scorer": r"(True|False), 10\.(\d)% of the cache kept",
-    "comparison": r"streaming_llm 0\.2 +\d of 8",
+    "comparison": r"streamingllm 0\.2 +\d of 8",
     "langchain_pipeline": r"[34] of 4 answers right, from 1\d% of the cache",
     "transformers_serve": r"[34] of 4 answers right, from 1\d% of the cache",
 }

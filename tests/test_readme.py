@@ -96,7 +96,7 @@ def test_the_example_of_a_scorer() -> None:
 
 def test_the_figures_of_unequal_heads_are_those_of_the_results() -> None:
     rows = json.loads((ROOT / "benchmarks/results/unequal_heads.json").read_text())["rows"]
-    page = (ROOT / "docs/methods/ada_kv.md").read_text()
+    page = (ROOT / "docs/methods/adakv.md").read_text()
     times = (ROOT / "docs/benchmarks.md").read_text()
     assert len(rows) == 6
     for row in rows:

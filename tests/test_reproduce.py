@@ -240,7 +240,7 @@ def check_eval(command: list[str]) -> None:
     results = suite.load(value(command, "--out"))
     methods = {"full_context"}
     for policy in value(command, "-p").split(","):
-        rates = values(command, "--rate") if policy != "pyramid_infer" else []
+        rates = values(command, "--rate") if policy != "pyramidinfer" else []
         methods |= {f"{policy} {rate}" for rate in rates} or {policy}
     lengths = value(command, "--lengths").split(",") if "--lengths" in command else [None]
     wanted = {
@@ -251,7 +251,7 @@ def check_eval(command: list[str]) -> None:
     }
     cells = [attrs.astuple(each.cell) for each in results.samples]
     assert sorted(map(str, cells)) == sorted(map(str, wanted))
-    assert results.description.settings["chat_template"] == ("--chat-template" in command)
+    assert results.description.settings["chat_template"] == ("--chat" in command)
     parameters = dict(each.split("=") for each in values(command, "--set"))
     if "--tsp-layer" in command:
         parameters["tsp_layer"] = value(command, "--tsp-layer")
@@ -379,22 +379,22 @@ def test_accuracy_is_as_measured() -> None:
 
     found = {(each["policy"], each["retention_rate"]): each for each in record["rows"]}
     for label, name in {
-        "StreamingLLM": "streaming_llm",
+        "StreamingLLM": "streamingllm",
         "H2O": "h2o",
         "SnapKV": "snapkv",
-        "GemFilter": "gem_filter",
+        "GemFilter": "gemfilter",
         "FastKV": "fastkv",
     }.items():
         cells = [cell(found[name, rate]["exact_match"]) for rate in (0.1, 0.2)]
         assert rows(section, label)[0] == cells
     full = cell(found["full_context", None]["exact_match"])
     assert rows(section, "full context") == [[full, full]]
-    pyramid = cell(found["pyramid_infer", None]["exact_match"])
+    pyramid = cell(found["pyramidinfer", None]["exact_match"])
     assert f"PyramidInfer, which takes no rate, {pyramid}." in PAGE
     layers = [each for each in record["sweep"]["layers"] if each["retention_rate"] == 0.1]
     assert rows(section, "FastKV")[1] == [cell(each["exact_match"]) for each in layers]
     (command,) = next(each for each in BLOCKS if each.section == section).commands
-    for option, name in (("--threads", "threads"), ("--new-tokens", "new_tokens")):
+    for option, name in (("--threads", "threads"), ("--answer-tokens", "new_tokens")):
         assert int(value(command, option)) == record["settings"][name]
 
 

@@ -42,34 +42,34 @@ class Looks:
 
 # "open": the last eight queries observe, and their tokens compete with the others for places.
 SCORERS = {
-    "window8": Looks(WindowMaxPoolScorer(8, 7), 8),
-    "window4": Looks(WindowMaxPoolScorer(4, 7), 4),
-    "window2": Looks(WindowMaxPoolScorer(2, 7), 2),
-    "open8": Looks(WindowAttentionScorer(8, 7), 1),
-    "open4": Looks(WindowAttentionScorer(4, 7), 1),
-    "open8-k3": Looks(WindowAttentionScorer(8, 3), 1),
-    "open8-values": Looks(ValueAwareScorer(WindowAttentionScorer(8, 7)), 1),
-    "open8-caote": Looks(CAOTEScorer(WindowAttentionScorer(8, 7)), 1),
+    "window8": Looks(WindowMaxPoolScorer(8, kernel_size=7), 8),
+    "window4": Looks(WindowMaxPoolScorer(4, kernel_size=7), 4),
+    "window2": Looks(WindowMaxPoolScorer(2, kernel_size=7), 2),
+    "open8": Looks(WindowAttentionScorer(8, kernel_size=7), 1),
+    "open4": Looks(WindowAttentionScorer(4, kernel_size=7), 1),
+    "open8-k3": Looks(WindowAttentionScorer(8, kernel_size=3), 1),
+    "open8-values": Looks(ValueAwareScorer(WindowAttentionScorer(8, kernel_size=7)), 1),
+    "open8-caote": Looks(CAOTEScorer(WindowAttentionScorer(8, kernel_size=7)), 1),
     "h2o": Looks(AccumulatedAttentionScorer(), 1),
-    "key_diff": Looks(KeyDiffScorer(), 1),
+    "keydiff": Looks(KeyDiffScorer(), 1),
     "expected": Looks(ExpectedAttentionScorer(), 1),
 }
 
 
 def _gqa(rate: float, window: int) -> KVSelector:
-    return GQAGroupSelector(rate, window)
+    return GQAGroupSelector(rate, window_size=window)
 
 
 def _ada(rate: float, window: int) -> KVSelector:
-    return AdaptiveHeadSelector(rate, window)
+    return AdaptiveHeadSelector(rate, window_size=window)
 
 
 def _pyramid(rate: float, window: int) -> KVSelector:
-    return PyramidSelector(rate, window)
+    return PyramidSelector(rate, window_size=window)
 
 
 def _critical(rate: float, window: int) -> KVSelector:
-    return CriticalSelector(GQAGroupSelector(rate, window))
+    return CriticalSelector(GQAGroupSelector(rate, window_size=window))
 
 
 SELECTORS: dict[str, Callable[[float, int], KVSelector]] = {
@@ -93,11 +93,13 @@ def _votes(rate: float) -> Callable[[int], PropagationPolicy]:
 
 
 def _agree(rate: float, agreement: float) -> Callable[[int], PropagationPolicy]:
-    return lambda window: AgreementPropagation(rate, window, agreement=agreement)
+    return lambda window: AgreementPropagation(rate, window_size=window, agreement=agreement)
 
 
 def _mass(mass: float) -> Callable[[int], PropagationPolicy]:
-    return lambda window: BlockMassPropagation(None, mass, 1, 0, window)
+    return lambda window: BlockMassPropagation(
+        drop_layers=None, mass=mass, chunk_size=1, protect=0, window_size=window
+    )
 
 
 DROPPERS: dict[str, Callable[[int], PropagationPolicy]] = {
@@ -168,10 +170,10 @@ def method(name: str) -> Composition:
 
 
 METHODS = (
-    FULL, FASTKV, "snapkv", "pyramid_kv", "ada_kv", "h2o", "tova", "key_diff", "streaming_llm",
-    "gem_filter", "pyramid_infer", "lag_kv", "cur_dkv", "chunk_kv", "claa", "uni_prefill",
-    "prompt_distill", "lazy_llm", "expected_attention", "compactor", "critical_kv", "kvzip",
-    "spire_kv", "random",
+    FULL, FASTKV, "snapkv", "pyramidkv", "adakv", "h2o", "tova", "keydiff", "streamingllm",
+    "gemfilter", "pyramidinfer", "lagkv", "curdkv", "chunkkv", "claa", "uniprefill",
+    "promptdistill", "lazyllm", "expected_attention", "compactor", "criticalkv", "kvzip",
+    "spirekv", "random",
 )  # fmt: skip
 # Scorers alone, selectors on the best scorers, droppers, and combinations of the best of each.
 GRID = (

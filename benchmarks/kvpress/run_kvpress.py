@@ -26,14 +26,14 @@ def build_press(method: str, settings: Settings) -> Any:
     window = {"window_size": settings["window_size"], "kernel_size": settings["kernel_size"]}
     if method == "snapkv":
         return kvpress.SnapKVPress(ratio, **window)
-    if method == "pyramid_kv":
+    if method == "pyramidkv":
         return kvpress.PyramidKVPress(ratio, **window)
-    if method == "streaming_llm":
+    if method == "streamingllm":
         return kvpress.StreamingLLMPress(ratio, n_sink=settings["num_sinks"])
     around = {
-        "ada_kv": kvpress.AdaKVPress,
-        "chunk_kv": kvpress.ChunkKVPress,
-        "critical_kv": kvpress.CriticalKVPress,
+        "adakv": kvpress.AdaKVPress,
+        "chunkkv": kvpress.ChunkKVPress,
+        "criticalkv": kvpress.CriticalKVPress,
         "critical_ada_kv": kvpress.CriticalAdaKVPress,
     }
     if method in around:
@@ -42,10 +42,10 @@ def build_press(method: str, settings: Settings) -> Any:
     others = {
         "h2o": kvpress.ObservedAttentionPress,
         "tova": kvpress.TOVAPress,
-        "key_diff": kvpress.KeyDiffPress,
+        "keydiff": kvpress.KeyDiffPress,
         "key_norm": kvpress.KnormPress,
-        "lag_kv": kvpress.LagKVPress,
-        "cur_dkv": kvpress.CURPress,
+        "lagkv": kvpress.LagKVPress,
+        "curdkv": kvpress.CURPress,
         "expected_attention": kvpress.ExpectedAttentionPress,
         "leverage": kvpress.LeverageScorePress,
         "chunk_attention": kvpress.NonCausalAttnPress,

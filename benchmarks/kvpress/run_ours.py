@@ -52,19 +52,19 @@ def build_policy(method: str, settings: Settings) -> CachePolicy:
     window = {"window_size": settings["window_size"], "kernel_size": settings["kernel_size"]}
     policies: dict[str, CachePolicy] = {
         "snapkv": SnapKV(rate, **window),
-        "pyramid_kv": PyramidKV(rate, **window),
-        "streaming_llm": StreamingLLM(rate, num_sinks=settings["num_sinks"]),
+        "pyramidkv": PyramidKV(rate, **window),
+        "streamingllm": StreamingLLM(rate, num_sinks=settings["num_sinks"]),
         "h2o": H2O(rate),
         "tova": TOVA(rate),
-        "key_diff": KeyDiff(rate),
+        "keydiff": KeyDiff(rate),
         "key_norm": KeyNorm(rate),
-        "ada_kv": AdaKV(rate, **window),
-        "lag_kv": LagKV(rate),
-        "cur_dkv": CurDKV(rate),
-        "chunk_kv": ChunkKV(rate, **window, chunk_length=20),
+        "adakv": AdaKV(rate, **window),
+        "lagkv": LagKV(rate),
+        "curdkv": CurDKV(rate),
+        "chunkkv": ChunkKV(rate, **window, chunk_size=20),
         "expected_attention": ExpectedAttention(rate),
         "compactor": Compactor(rate),
-        "critical_kv": CriticalKV(rate, **window),
+        "criticalkv": CriticalKV(rate, **window),
     }
     return policies.get(method) or composed(method, settings)
 
@@ -74,15 +74,18 @@ def composed(method: str, settings: Settings) -> CachePolicy:
     rate, size = settings["rate"], settings["window_size"]
     everything = PassAllPropagation()
     if method == "kvzip":
-        threshold = GlobalThresholdSelector(rate, 0, protect=settings["num_sinks"])
+        threshold = GlobalThresholdSelector(rate, window_size=0, protect=settings["num_sinks"])
         reading = Repetition(**REPETITION)
         return CachePolicy(PeakAttentionScorer(), threshold, everything, rereading=reading)
     if method == "critical_ada_kv":
-        scorer = WindowMaxPoolScorer(size, settings["kernel_size"])
-        selector = CriticalSelector(AdaptiveHeadSelector(rate, size))
+        scorer = WindowMaxPoolScorer(size, kernel_size=settings["kernel_size"])
+        selector = CriticalSelector(AdaptiveHeadSelector(rate, window_size=size))
         return CachePolicy(scorer, selector, everything)
-    scorers = {"leverage": LeverageScorer(0, 0), "chunk_attention": ChunkAttentionScorer(0, 0)}
-    return CachePolicy(scorers[method], GQAGroupSelector(rate, 0), everything)
+    scorers = {
+        "leverage": LeverageScorer(num_sinks=0, window_size=0),
+        "chunk_attention": ChunkAttentionScorer(num_sinks=0, window_size=0),
+    }
+    return CachePolicy(scorers[method], GQAGroupSelector(rate, window_size=0), everything)
 
 
 class PolicyReading(Reading):

@@ -30,9 +30,9 @@ RESULTS = FOLDER / "ruler_words.json"
 RATES = (0.05, 0.1, 0.2)
 # Methods that keep tokens of text; methods for images are left out.
 METHODS = (
-    "full_context", "snapkv", "fastkv", "ada_kv", "pyramid_kv", "h2o", "tova", "key_diff",
+    "full_context", "snapkv", "fastkv", "adakv", "pyramidkv", "h2o", "tova", "keydiff",
     "kvzip",
-    "key_norm", "streaming_llm", "gem_filter", "pyramid_infer", "random",
+    "key_norm", "streamingllm", "gemfilter", "pyramidinfer", "random",
 )  # fmt: skip
 BATCH_TOKENS = 8192
 

@@ -17,6 +17,6 @@ with file.open("w", encoding="utf-8") as lines:
         lines.write(json.dumps(line) + "\n")
 
 prompts = read_prompts(file, loaded.tokenizer)
-for variant in variants(["full_context", "snapkv", "streaming_llm"], rates=[0.2], tsp_layer=2):
+for variant in variants(["full_context", "snapkv", "streamingllm"], rates=[0.2], tsp_layer=2):
     (score,) = measure_accuracy(loaded.model, prompts, variant.policy).values()
     print(f"{variant.label:<18} {score.matches} of {score.count}")

@@ -117,7 +117,10 @@ def output_distances(
     """
     prompts = check_prompts(model, inputs, window_size)
     chosen = check_layers(layers, model.config.num_hidden_layers)
-    propagations = [TokenSelectivePropagation(layer, tsp_rate, window_size) for layer in chosen]
+    propagations = [
+        TokenSelectivePropagation(tsp_layer=layer, tsp_rate=tsp_rate, window_size=window_size)
+        for layer in chosen
+    ]
     budget = propagations[0].budget
     tokens = [
         budget.count(seen_len=length, available=length, protected=window_size)
@@ -127,7 +130,9 @@ def output_distances(
     propagated: list[tuple[float, ...]] = []
     restarted: list[tuple[float, ...]] = []
     for prompt, count in zip(prompts, tokens, strict=True):
-        products, full = layer_saliencies(model, prompt, LastQueryProductScorer(_AVERAGE_POOL))
+        products, full = layer_saliencies(
+            model, prompt, LastQueryProductScorer(kernel_size=_AVERAGE_POOL)
+        )
         gone_on, read_again = [], []
         for propagation, product in zip(propagations, products[list(chosen)], strict=True):
             progress("output distances", done, total)
@@ -145,7 +150,7 @@ def output_distances(
 def _after_propagation(
     model: PreTrainedModel, prompt: Tensor, propagation: TokenSelectivePropagation
 ) -> Tensor:
-    scorer = WindowMaxPoolScorer(propagation.window_size, _MAX_POOL)
+    scorer = WindowMaxPoolScorer(propagation.window_size, kernel_size=_MAX_POOL)
     return final_state(model, prompt, CachePolicy(scorer, KeepAllSelector(), propagation))
 
 

@@ -34,7 +34,7 @@ class AnalysisSettings(NeedleOptions):
         ),
     ] = ()
     window_size: Annotated[
-        int, Option("Last tokens whose attention counts.", ("--window",), min=1)
+        int, Option("Last tokens whose attention counts.", earlier="--window", min=1)
     ] = 8
     tsp_rate: Annotated[
         float, Option("Fraction of a prompt that goes on, in (0, 1].", metavar="RATE")

@@ -122,8 +122,10 @@ def measure_tsp_distances(
     progress: Progress = silent,
 ) -> TSPDistances:
     """Return how far a drop after each layer moves the output, the basis of `select_tsp_layer`."""
-    scorer = WindowMaxPoolScorer(window_size, kernel_size)
-    propagation = TokenSelectivePropagation(0, tsp_rate, window_size, protect=protect)
+    scorer = WindowMaxPoolScorer(window_size, kernel_size=kernel_size)
+    propagation = TokenSelectivePropagation(
+        tsp_layer=0, tsp_rate=tsp_rate, window_size=window_size, protect=protect
+    )
     num_layers = len(decoder_of(model).layers)
     if model.training:
         raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")

@@ -40,7 +40,10 @@ class AnalyzeOptions:
     pool: Annotated[
         int | None,
         Option(
-            "With --oracle, odd: what an answer attends to is pooled over N; default 13.", min=1
+            "With --oracle, odd: what an answer attends to is pooled over N; default 13.",
+            ("--kernel-size",),
+            min=1,
+            earlier="--pool",
         ),
     ] = None
     out: Annotated[
@@ -51,7 +54,7 @@ class AnalyzeOptions:
         for option, value in (
             ("--scorer", self.scorers),
             ("--answer-tokens", self.answer_tokens),
-            ("--pool", self.pool),
+            ("--kernel-size", self.pool),
         ):
             if value and not self.oracle:
                 raise ValueError(f"{option} must be given with --oracle, got it without")

@@ -19,10 +19,11 @@ from kvpolicy.evaluation.commands.compress import compress
 from kvpolicy.evaluation.commands.estimate import estimate
 from kvpolicy.evaluation.commands.eval import eval
 from kvpolicy.evaluation.commands.generate import generate
-from kvpolicy.evaluation.commands.options import with_options
+from kvpolicy.evaluation.commands.options import in_new_words, with_options
 from kvpolicy.evaluation.commands.policies import policies
 from kvpolicy.evaluation.commands.report import report
 from kvpolicy.nearest import said
+from kvpolicy.renamed import words_told
 
 # A function of a class of options (see `kvpolicy.evaluation.commands.options`), or of nothing.
 COMMANDS: tuple[Callable[..., None], ...] = (
@@ -113,9 +114,12 @@ def run(arguments: Sequence[str]) -> int:
     """
     try:
         # Without a command the help is what one wants, and no error.
-        status = app(
-            args=list(arguments) or ["--help"], prog_name="kvpolicy", standalone_mode=False
-        )
+        with words_told():
+            args = list(arguments) or ["--help"]
+            for command in COMMANDS:
+                if args[0] == command.__name__:
+                    args[1:] = in_new_words(command, args[1:])
+            status = app(args=args, prog_name="kvpolicy", standalone_mode=False)
     except typer.Exit as stop:
         return stop.exit_code
     except (_Interrupted, typer.Abort):

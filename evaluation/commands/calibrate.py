@@ -22,7 +22,9 @@ class CalibrateOptions(NeedleOptions):
         Path | None,
         Option(
             "Prompts as for compare, whose answers are not looked at; default: needle task.",
+            ("--prompts-file",),
             metavar="FILE",
+            earlier="--prompts",
         ),
     ] = None
     seed: Annotated[int, Option("Of the needle prompts; compare reports on others.")] = (

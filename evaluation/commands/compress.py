@@ -29,14 +29,17 @@ class CompressOptions(ModelOptions):
         float | None,
         Option(
             f"Fraction of the chunks that is kept, in (0, 1]; default {COMPRESSION_RATE}.",
-            ("--rate", "-r"),
+            ("--rate", "--retention-rate", "-r"),
             metavar="RATE",
         ),
     ] = None
     tokens: Annotated[
-        int | None, Option("Tokens that are kept at most, in place of a rate.", min=1)
+        int | None,
+        Option("Tokens that are kept at most, in place of a rate.", min=1),
     ] = None
-    chunk: Annotated[int, Option("Tokens of a chunk.", min=1)] = 32
+    chunk: Annotated[
+        int, Option("Tokens of a chunk.", ("--chunk-size",), min=1, earlier="--chunk")
+    ] = 32
     align: Annotated[
         str, Option(f"Where chunks end: at a {', '.join(ALIGNMENT_NAMES)}.", metavar="NAME")
     ] = "word"
@@ -48,9 +51,15 @@ class CompressOptions(ModelOptions):
     look_ahead: Annotated[
         int | None, Option("Decoded tokens whose attention is the score; default 8.", min=1)
     ] = None
-    pool: Annotated[int | None, Option("Odd: it is pooled over N tokens; default 13.", min=1)] = (
-        None
-    )
+    pool: Annotated[
+        int | None,
+        Option(
+            "Odd: it is pooled over N tokens; default 13.",
+            ("--kernel-size",),
+            min=1,
+            earlier="--pool",
+        ),
+    ] = None
     scorer: Annotated[str | None, SCORER] = None
     filter_layer: Annotated[
         int | None,
@@ -70,9 +79,15 @@ class CompressOptions(ModelOptions):
             metavar="NAME",
         ),
     ] = None
-    out: Annotated[Path | None, Option("Where to; default: standard output.", metavar="FILE")] = (
-        None
-    )
+    out: Annotated[
+        Path | None,
+        Option(
+            "Where to; default: standard output.",
+            ("--out-file",),
+            metavar="FILE",
+            earlier="--out",
+        ),
+    ] = None
     json_file: Annotated[Path | None, JSON] = None
 
 

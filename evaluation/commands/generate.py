@@ -26,7 +26,12 @@ class GenerateOptions(ModelOptions):
         float | None, Option("Fraction of the context that goes on, in (0, 1].", metavar="RATE")
     ] = None
     tsp_layer: Annotated[int | None, TSP_LAYER] = None
-    max_new_tokens: Annotated[int, Option("Tokens to generate at most.", min=1)] = 128
+    max_new_tokens: Annotated[
+        int,
+        Option(
+            "Tokens to generate at most.", ("--answer-tokens",), min=1, earlier="--max-new-tokens"
+        ),
+    ] = 128
     sample: Annotated[bool, Option("Sample; greedy otherwise.")] = False
     temperature: Annotated[float, Option("Of --sample, above 0.", metavar="T")] = 1.0
     seed: Annotated[int, Option("Of --sample.")] = 0

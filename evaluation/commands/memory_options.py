@@ -50,14 +50,21 @@ class MemoryOptions:
         ),
     ] = None
     answer: Annotated[
-        int | None, Option(f"Tokens of an answer; default with --memory: {DEFAULT_ANSWER}.", min=1)
+        int | None,
+        Option(
+            f"Tokens of an answer; default with --memory: {DEFAULT_ANSWER}.",
+            ("--answer-tokens",),
+            min=1,
+            earlier="--answer",
+        ),
     ] = None
     chunk: Annotated[
         int | None,
         Option(
             f"Tokens of a forward where the prompt comes in chunks; default: {DEFAULT_CHUNK}.",
-            ("--prefill-chunk",),
+            ("--prefill-chunk-size",),
             min=1,
+            earlier="--prefill-chunk",
         ),
     ] = None
     attention: Annotated[
@@ -74,8 +81,8 @@ class MemoryOptions:
         if self.memory is None:
             given = {
                 "--weights": self.weights,
-                "--answer": self.answer,
-                "--prefill-chunk": self.chunk,
+                "--answer-tokens": self.answer,
+                "--prefill-chunk-size": self.chunk,
                 "--attention": self.attention,
                 "--decoding-tokens": policies.decoding_tokens,
             }

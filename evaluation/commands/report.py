@@ -27,7 +27,12 @@ class ReportOptions:
     ]
     out: Annotated[
         Path | None,
-        Option(f"The page; default: {PAGE} in the folder; of several: here.", metavar="FILE"),
+        Option(
+            f"The page; default: {PAGE} in the folder; of several: here.",
+            ("--out-file",),
+            metavar="FILE",
+            earlier="--out",
+        ),
     ] = None
 
 

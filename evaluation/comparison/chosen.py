@@ -15,7 +15,8 @@ from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.nearest import said
 from kvpolicy.policies.methods.method import Method, under_tokens
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import Part, check_names, registered
+from kvpolicy.registry import Part, check_names, name_of, registered
+from kvpolicy.renamed import earlier_arguments, in_new_words
 
 COMPOSITION = "composition"
 
@@ -87,7 +88,7 @@ def decoding_rule(policy: CachePolicy, tokens: int, every: int | None) -> Decodi
     parts = [part for part in (selector, scorer) if part is not None]
     if selector is None or selector.decides_together or any(it.history_layers for it in parts):
         return None
-    return DecodingEviction(scorer, selector, Method.every if every is None else every)
+    return DecodingEviction(scorer, selector, every=Method.every if every is None else every)
 
 
 def chosen_variant(
@@ -125,8 +126,9 @@ def _methods(
 ) -> list[Variant]:
     found = []
     for name in _names(options):
-        known = parameters_of(registered("policy")[name])
-        further = {key: value for key, value in options.parameters.items() if key in known}
+        factory = registered("policy")[name]
+        known, given = parameters_of(factory), in_new_words(factory, options.parameters)
+        further = {key: value for key, value in given.items() if key in known}
         if tsp_layer is not None and "tsp_layer" in known:
             further = {"tsp_layer": tsp_layer, **further}
         for rate, tokens in _retentions(options, rates, known):
@@ -141,7 +143,7 @@ def _methods(
 def _names(options: PolicyOptions) -> list[str]:
     """Return the policy names given on the command line, each once; all if none is given."""
     names = options.names or tuple(registered("policy"))
-    return list(dict.fromkeys(name.replace("-", "_") for name in names))
+    return list(dict.fromkeys(name_of(name) for name in names))
 
 
 def _compositions(options: PolicyOptions, rates: Sequence[float | None]) -> list[Variant]:
@@ -190,9 +192,11 @@ def _check_taken(options: PolicyOptions, found: Sequence[Variant]) -> None:
     known = set[str]()
     for each in found:
         if each.name == COMPOSITION:
-            known.update(*(parameters_of(_factory(kind, options)) for kind in PARTS))
+            factories = [_factory(kind, options) for kind in PARTS]
         else:
-            known.update(parameters_of(registered("policy")[each.name]))
+            factories = [registered("policy")[each.name]]
+        for factory in factories:
+            known.update(parameters_of(factory), earlier_arguments(factory))
     wanted = {name: f"--set {name}" for name in options.parameters}
     wanted |= {"protect": "--protect"} if "protect" in wanted else {}
     wanted |= {"retention_rate": "--rate"} if options.rates else {}

@@ -50,6 +50,8 @@ class Settings(ModelOptions):
         Option(
             'Lines of {"prompt": "...", "answer": "..."}; default: made for needle and '
             "long_answers.",
+            ("--prompts-file",),
+            earlier="--prompts",
             metavar="FILE",
         ),
     ] = None
@@ -84,7 +86,10 @@ class Settings(ModelOptions):
             min=1,
         ),
     ] = None
-    new_tokens: Annotated[int, Option("Tokens decoded in a round.", min=1)] = 16
+    new_tokens: Annotated[
+        int,
+        Option("Tokens decoded in a round.", ("--answer-tokens",), min=1, earlier="--new-tokens"),
+    ] = 16
     threads: Annotated[int, THREADS] = attrs.field(factory=default_threads)
 
     @context.default

@@ -144,7 +144,7 @@ def check(settings: Settings, out: Path | None = None) -> list[Variant]:
         read_text(settings.prompts, "prompts file")
     elif settings.model not in OWN_PROMPTS:
         raise ValueError(
-            f"--prompts must be given with --model {settings.model}: prompts are made for "
+            f"--prompts-file must be given with --model {settings.model}: prompts are made for "
             f"{' and '.join(OWN_PROMPTS)} alone, in the bundled models' own tokens"
         )
     return chosen
@@ -169,7 +169,7 @@ def check_loaded(settings: Settings, chosen: Sequence[Variant], loaded: Loaded) 
     for variant in chosen:
         variant.policy.check_model(num_layers)
     if settings.sweep or settings.sweep_rates:
-        FastKV(settings.effective_tsp_layer).check_model(num_layers)
+        FastKV(tsp_layer=settings.effective_tsp_layer).check_model(num_layers)
     prompts = _prompts(settings, loaded, settings.seed)
     for prompt in prompts:
         check_positions(
@@ -177,7 +177,7 @@ def check_loaded(settings: Settings, chosen: Sequence[Variant], loaded: Loaded) 
             len(prompt.input_ids),
             max(prompt.max_new_tokens, settings.new_tokens),
             beyond=settings.beyond_positions,
-            remedy="shorter prompts, fewer --new-tokens",
+            remedy="shorter prompts, fewer --answer-tokens",
         )
     return prompts
 

@@ -199,7 +199,7 @@ def sweep_rates(
     Source: FastKV (arXiv 2502.01068), the sweep of TSP rate and retention rate.
     """
     policies = {
-        (tsp_rate, rate): FastKV(tsp_layer, tsp_rate, rate)
+        (tsp_rate, rate): FastKV(tsp_layer=tsp_layer, tsp_rate=tsp_rate, retention_rate=rate)
         for tsp_rate in tsp_rates
         for rate in retention_rates
         if check_rate("retention_rates", rate) <= check_rate("tsp_rates", tsp_rate)
@@ -209,7 +209,7 @@ def sweep_rates(
             "retention_rates must hold one that does not exceed one of tsp_rates, got "
             f"{list(retention_rates)} and {list(tsp_rates)}"
         )
-    (layer,) = FastKV(tsp_layer).propagation.acting_layers(model.config.num_hidden_layers)
+    (layer,) = FastKV(tsp_layer=tsp_layer).propagation.acting_layers(model.config.num_hidden_layers)
     full = _full_context(model, prompts, progress)
     scores = {}
     for (tsp_rate, rate), policy in policies.items():

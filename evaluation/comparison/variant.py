@@ -8,10 +8,9 @@ from typing import Any
 import attrs
 
 from kvpolicy.building import build_policy, factory_of, parameters_of
-from kvpolicy.checks import check_kind
 from kvpolicy.evaluation.defaults import RATES
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import registered
+from kvpolicy.registry import name_of, registered
 
 
 @attrs.frozen
@@ -80,7 +79,7 @@ def variants(
     retention rate is above its default TSP rate, the TSP rate is raised to it.
 
     Args:
-        names: Of registered policies, ``-`` counting as ``_``; None for all.
+        names: Of registered policies, see `kvpolicy.registry.name_of`; None for all.
         rates: Fractions of the context to keep, in (0, 1].
         tsp_layer: For the policies that have one; None for their default.
 
@@ -92,7 +91,7 @@ def variants(
         ['full_context', 'fastkv 0.1', 'fastkv 0.2']
     """
     chosen = []
-    for name in dict.fromkeys(_plain(name) for name in (names or registered("policy"))):
+    for name in dict.fromkeys(name_of(name) for name in (names or registered("policy"))):
         known = parameters_of(factory_of(name))
         for rate in dict.fromkeys(rates) if "retention_rate" in known else [None]:
             parameters = retention(rate, None, known)
@@ -100,8 +99,3 @@ def variants(
                 parameters["tsp_layer"] = tsp_layer
             chosen.append(Variant(name, build_policy(name, **parameters), rate, parameters))
     return chosen
-
-
-def _plain(name: str) -> str:
-    check_kind("name", name, str)
-    return name.replace("-", "_")

@@ -110,7 +110,10 @@ class FilterLayerScorer(PromptScorer):
 
         # What goes on is as little as may be: the second pass serves for nothing.
         restart = _ShowingRestart(
-            self.filter_layer, retention_tokens=1, window_size=max(tail, 1), show=show
+            filter_layer=self.filter_layer,
+            retention_tokens=1,
+            window_size=max(tail, 1),
+            show=show,
         )
         final_state(model, prompt, CachePolicy(self.scorer, KeepAllSelector(), restart))
         (saliency,) = found

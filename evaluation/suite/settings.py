@@ -57,6 +57,13 @@ class Settings(ModelOptions):
     ] = ()
     limit: Annotated[int | None, Option("Documents of each task and length.", min=1)] = None
     batch_size: Annotated[int, Option("Prompts that are read at once.", min=1)] = 1
-    chat_template: Annotated[bool, Option("Ask in the tokenizer's chat template.")] = False
+    chat_template: Annotated[
+        bool,
+        Option(
+            "Ask in the tokenizer's chat template.",
+            ("--chat/--no-chat",),
+            earlier="--chat-template",
+        ),
+    ] = False
     # None for those the folder was begun with, or as many as are idle.
     threads: Annotated[int | None, THREADS] = None

@@ -176,7 +176,7 @@ def _runner(
 def _check_template(settings: Settings, tokenizer: Any) -> None:
     if settings.chat_template and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            f"--chat-template needs a tokenizer with a chat template, got that of {settings.model},"
+            f"--chat needs a tokenizer with a chat template, got that of {settings.model},"
             " which has none"
         )
 

@@ -39,13 +39,13 @@ class AdaKV(WindowEvictionMethod):
 
     paper: ClassVar[str] = "arXiv 2407.11550"
 
-    floor: float = 0.2
+    floor: float = attrs.field(default=0.2, kw_only=True)
 
     def _selector(self) -> KVSelector:
         return AdaptiveHeadSelector(
             self.retention_rate,
-            self.window_size,
-            self.retention_tokens,
-            self.floor,
+            window_size=self.window_size,
+            retention_tokens=self.retention_tokens,
+            floor=self.floor,
             protect=self.protect,
         )

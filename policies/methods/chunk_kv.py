@@ -11,9 +11,11 @@ from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.eviction import EvictionMethod
 from kvpolicy.policies.scorers.chunks import ChunkMeanScorer
 from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
+from kvpolicy.renamed import accepts_old
 
 
 @documented
+@accepts_old(chunk_length="chunk_size")
 @attrs.frozen
 class ChunkKV(EvictionMethod):
     """Keeps runs of neighbours that the last tokens of the prompt attend to; prefill is complete.
@@ -24,10 +26,10 @@ class ChunkKV(EvictionMethod):
     Args:
         window_size: Tokens of the observation window, at least 1.
         kernel_size: Width of the max-pooling, odd.
-        chunk_length: Tokens of a chunk, at least 1.
+        chunk_size: Tokens of a chunk, at least 1.
 
     Example:
-        >>> ChunkKV(retention_rate=0.2, chunk_length=20).scorer.chunk_length
+        >>> ChunkKV(retention_rate=0.2, chunk_size=20).scorer.chunk_size
         20
 
     Source: ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM
@@ -37,9 +39,9 @@ class ChunkKV(EvictionMethod):
 
     paper: ClassVar[str] = "arXiv 2502.00299"
 
-    kernel_size: int = 7
-    chunk_length: int = 10
+    kernel_size: int = attrs.field(default=7, kw_only=True)
+    chunk_size: int = attrs.field(default=10, kw_only=True)
 
     def _scorer(self) -> Scorer:
-        window = WindowMaxPoolScorer(self.window_size, self.kernel_size)
-        return ChunkMeanScorer(window, self.chunk_length)
+        window = WindowMaxPoolScorer(self.window_size, kernel_size=self.kernel_size)
+        return ChunkMeanScorer(window, chunk_size=self.chunk_size)

@@ -26,10 +26,10 @@ class CLAA(Method):
     others ``retention_rate`` of the whole context's, chosen as in `SnapKV` with average-pooling.
 
     Args:
-        tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
-            ``num_layers // 2 - 1``, which gives the paper's 15 for 32 layers.
         retention_rate: Fraction of the context that layers keep, and that goes on unless
             ``tsp_rate`` says otherwise, in (0, 1].
+        tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
+            ``num_layers // 2 - 1``, which gives the paper's 15 for 32 layers.
         window_size: Tokens of the observation window, at least 1.
         kernel_size: Width of the average-pooling, odd.
         voting_layers: Layers up to ``tsp_layer`` that decide what goes on, at least 1.
@@ -58,13 +58,13 @@ class CLAA(Method):
 
     paper: ClassVar[str] = "arXiv 2602.16054"
 
-    tsp_layer: int | None = None
     retention_rate: float | None = DefaultRate(0.1)
-    window_size: int = 8
-    kernel_size: int = 7
-    voting_layers: int = 4
-    whole_layers: int = 4
-    standardize: bool = True
+    tsp_layer: int | None = attrs.field(default=None, kw_only=True)
+    window_size: int = attrs.field(default=8, kw_only=True)
+    kernel_size: int = attrs.field(default=7, kw_only=True)
+    voting_layers: int = attrs.field(default=4, kw_only=True)
+    whole_layers: int = attrs.field(default=4, kw_only=True)
+    standardize: bool = attrs.field(default=True, kw_only=True)
     tsp_rate: float | None = attrs.field(default=None, kw_only=True)
     tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
     retention_tokens: int | None = attrs.field(default=None, kw_only=True)
@@ -72,14 +72,17 @@ class CLAA(Method):
 
     def _parts(self) -> Parts:
         chosen = GQAGroupSelector(
-            self.retention_rate, self.window_size, self.retention_tokens, protect=self.protect
+            self.retention_rate,
+            window_size=self.window_size,
+            retention_tokens=self.retention_tokens,
+            protect=self.protect,
         )
         given = self.tsp_rate is not None or self.tsp_tokens is not None
         propagation = CrossLayerPropagation(
-            self.tsp_layer,
-            self.tsp_rate if given else chosen.retention_rate,
-            self.window_size,
-            self.tsp_tokens if given else chosen.retention_tokens,
+            tsp_layer=self.tsp_layer,
+            tsp_rate=self.tsp_rate if given else chosen.retention_rate,
+            window_size=self.window_size,
+            tsp_tokens=self.tsp_tokens if given else chosen.retention_tokens,
             protect=self.protect,
             voting_layers=self.voting_layers,
             standardize=self.standardize,
@@ -90,5 +93,5 @@ class CLAA(Method):
                 f"more tokens than reach them, got {chosen.budget.amount} and "
                 f"{propagation.budget.amount}"
             )
-        scorer = WindowMeanPoolScorer(self.window_size, self.kernel_size)
-        return scorer, FirstLayersWholeSelector(chosen, self.whole_layers), propagation
+        scorer = WindowMeanPoolScorer(self.window_size, kernel_size=self.kernel_size)
+        return scorer, FirstLayersWholeSelector(chosen, whole_layers=self.whole_layers), propagation

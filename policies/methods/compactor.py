@@ -45,19 +45,26 @@ class Compactor(EvictionMethod):
 
     paper: ClassVar[str] = "arXiv 2507.08143"
 
-    window_size: int = 4
-    num_sinks: int = 8
-    blending: float | None = None
-    chunk_size: int = 256
-    sketch_size: int = 48
-    seed: int = 0
+    window_size: int = attrs.field(default=4, kw_only=True)
+    num_sinks: int = attrs.field(default=8, kw_only=True)
+    blending: float | None = attrs.field(default=None, kw_only=True)
+    chunk_size: int = attrs.field(default=256, kw_only=True)
+    sketch_size: int = attrs.field(default=48, kw_only=True)
+    seed: int = attrs.field(default=0, kw_only=True)
 
     def _scorer(self) -> Scorer:
         if self.blending is not None:
             check_amount("blending", self.blending)
-        leverage = LeverageScorer(self.num_sinks, self.window_size, self.sketch_size, self.seed)
-        attention = ChunkAttentionScorer(self.num_sinks, self.window_size, self.chunk_size)
-        return SumScorer([leverage, attention], [self._weight(), 1.0])
+        leverage = LeverageScorer(
+            num_sinks=self.num_sinks,
+            window_size=self.window_size,
+            sketch_size=self.sketch_size,
+            seed=self.seed,
+        )
+        attention = ChunkAttentionScorer(
+            num_sinks=self.num_sinks, window_size=self.window_size, chunk_size=self.chunk_size
+        )
+        return SumScorer([leverage, attention], weights=[self._weight(), 1.0])
 
     def _weight(self) -> float:
         if self.blending is not None:
@@ -69,7 +76,7 @@ class Compactor(EvictionMethod):
     def _selector(self) -> KVSelector:
         return GQAGroupSelector(
             self.retention_rate,
-            self.window_size,
-            self.retention_tokens,
+            window_size=self.window_size,
+            retention_tokens=self.retention_tokens,
             protect=max(check_count("protect", self.protect), self.num_sinks),
         )

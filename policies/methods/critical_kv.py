@@ -36,8 +36,10 @@ class CriticalKV(WindowEvictionMethod):
 
     paper: ClassVar[str] = "arXiv 2502.03805"
 
-    first_share: float = 0.5
-    epsilon: float = 1e-4
+    first_share: float = attrs.field(default=0.5, kw_only=True)
+    epsilon: float = attrs.field(default=1e-4, kw_only=True)
 
     def _selector(self) -> KVSelector:
-        return CriticalSelector(super()._selector(), self.first_share, self.epsilon)
+        return CriticalSelector(
+            super()._selector(), first_share=self.first_share, epsilon=self.epsilon
+        )

@@ -32,8 +32,8 @@ class CurDKV(EvictionMethod):
 
     paper: ClassVar[str] = "arXiv 2509.15038"
 
-    num_sinks: int = 4
-    local_size: int = 16
+    num_sinks: int = attrs.field(default=4, kw_only=True)
+    local_size: int = attrs.field(default=16, kw_only=True)
 
     def _scorer(self) -> Scorer:
-        return CURScorer(self.num_sinks, self.local_size)
+        return CURScorer(num_sinks=self.num_sinks, local_size=self.local_size)

@@ -37,7 +37,7 @@ class EvictionMethod(Method):
     """
 
     retention_rate: float | None = DefaultRate(0.1)
-    window_size: int = 8
+    window_size: int = attrs.field(default=8, kw_only=True)
     retention_tokens: int | None = attrs.field(default=None, kw_only=True)
     protect: int = attrs.field(default=0, kw_only=True)
 
@@ -48,7 +48,10 @@ class EvictionMethod(Method):
     def _selector(self) -> KVSelector:
         """Make the selector, which keeps equally many tokens in every layer and KV head."""
         return GQAGroupSelector(
-            self.retention_rate, self.window_size, self.retention_tokens, protect=self.protect
+            self.retention_rate,
+            window_size=self.window_size,
+            retention_tokens=self.retention_tokens,
+            protect=self.protect,
         )
 
     def _parts(self) -> Parts:
@@ -60,8 +63,10 @@ class EvictionMethod(Method):
 class WindowEvictionMethod(EvictionMethod):
     """Base of methods that rank tokens as SnapKV does: by the last tokens' max-pooled attention."""
 
-    kernel_size: int = 7
+    kernel_size: int = attrs.field(default=7, kw_only=True)
     group_first: bool = attrs.field(default=False, kw_only=True)
 
     def _scorer(self) -> Scorer:
-        return WindowMaxPoolScorer(self.window_size, self.kernel_size, group_first=self.group_first)
+        return WindowMaxPoolScorer(
+            self.window_size, kernel_size=self.kernel_size, group_first=self.group_first
+        )

@@ -44,17 +44,19 @@ class ExpectedAttention(EvictionMethod):
 
     paper: ClassVar[str] = "arXiv 2510.00636"
 
-    num_sinks: int = 4
-    future_len: int = 512
-    epsilon: float = 0.0
+    num_sinks: int = attrs.field(default=4, kw_only=True)
+    future_len: int = attrs.field(default=512, kw_only=True)
+    epsilon: float = attrs.field(default=0.0, kw_only=True)
 
     def _scorer(self) -> Scorer:
-        return ExpectedAttentionScorer(self.num_sinks, self.future_len, self.epsilon)
+        return ExpectedAttentionScorer(
+            num_sinks=self.num_sinks, future_len=self.future_len, epsilon=self.epsilon
+        )
 
     def _selector(self) -> KVSelector:
         return GQAGroupSelector(
             self.retention_rate,
-            self.window_size,
-            self.retention_tokens,
+            window_size=self.window_size,
+            retention_tokens=self.retention_tokens,
             protect=max(check_count("protect", self.protect), self.num_sinks),
         )

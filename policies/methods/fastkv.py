@@ -25,10 +25,10 @@ class FastKV(Method):
     `SnapKV`. The saliency of the TSP layer is computed once for both.
 
     Args:
+        retention_rate: Fraction of the context every layer keeps, in (0, 1], at most ``tsp_rate``.
         tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
             ``num_layers // 2 - 1``, which gives the paper's 15, 17 and 19 for 32, 36 and 40 layers.
         tsp_rate: Fraction of the context that goes on, in (0, 1].
-        retention_rate: Fraction of the context every layer keeps, in (0, 1], at most ``tsp_rate``.
         window_size: Tokens of the observation window, at least 1.
         kernel_size: Width of the max-pooling, odd.
         tsp_tokens: Number of tokens that go on, at least 1, in place of the rate.
@@ -49,21 +49,28 @@ class FastKV(Method):
 
     paper: ClassVar[str] = "arXiv 2502.01068"
 
-    tsp_layer: int | None = None
-    tsp_rate: float | None = DefaultRate(0.2)
     retention_rate: float | None = DefaultRate(0.1)
-    window_size: int = 8
-    kernel_size: int = 7
+    tsp_layer: int | None = attrs.field(default=None, kw_only=True)
+    tsp_rate: float | None = attrs.field(default=DefaultRate(0.2), kw_only=True)
+    window_size: int = attrs.field(default=8, kw_only=True)
+    kernel_size: int = attrs.field(default=7, kw_only=True)
     tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
     retention_tokens: int | None = attrs.field(default=None, kw_only=True)
     protect: int = attrs.field(default=0, kw_only=True)
 
     def _parts(self) -> Parts:
-        scorer = WindowMaxPoolScorer(self.window_size, self.kernel_size)
+        scorer = WindowMaxPoolScorer(self.window_size, kernel_size=self.kernel_size)
         selector = GQAGroupSelector(
-            self.retention_rate, self.window_size, self.retention_tokens, protect=self.protect
+            self.retention_rate,
+            window_size=self.window_size,
+            retention_tokens=self.retention_tokens,
+            protect=self.protect,
         )
         propagation = TokenSelectivePropagation(
-            self.tsp_layer, self.tsp_rate, self.window_size, self.tsp_tokens, protect=self.protect
+            tsp_layer=self.tsp_layer,
+            tsp_rate=self.tsp_rate,
+            window_size=self.window_size,
+            tsp_tokens=self.tsp_tokens,
+            protect=self.protect,
         )
         return scorer, selector, propagation

@@ -29,7 +29,7 @@ class FastV(Method):
 
     Example:
         >>> FastV(visual_rate=0.25).propagation
-        VisualTokenPropagation(drop_layer=1, visual_rate=0.25, window_size=1)
+        VisualTokenPropagation(visual_rate=0.25, drop_layer=1, window_size=1)
 
     Source: An Image is Worth 1/2 Tokens After Layer 2: Plug-and-Play Inference Acceleration for
     Large Vision-Language Models (arXiv 2403.06764), section 4. The published code ranks by the
@@ -39,9 +39,11 @@ class FastV(Method):
 
     paper: ClassVar[str] = "arXiv 2403.06764"
 
-    drop_layer: int = 1
-    visual_rate: float = 0.5
+    drop_layer: int = attrs.field(default=1, kw_only=True)
+    visual_rate: float = attrs.field(default=0.5, kw_only=True)
 
     def _parts(self) -> Parts:
-        propagation = VisualTokenPropagation(self.drop_layer, self.visual_rate)
+        propagation = VisualTokenPropagation(
+            drop_layer=self.drop_layer, visual_rate=self.visual_rate
+        )
         return AccumulatedAttentionScorer(), KeepAllSelector(), propagation

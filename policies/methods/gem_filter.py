@@ -23,9 +23,9 @@ class GemFilter(Method):
     the others, the price of a prefill that is as short as the cache.
 
     Args:
+        retention_rate: Fraction of the context that is chosen, in (0, 1].
         filter_layer: Index of the layer that chooses, from 0; None for ``num_layers // 2 - 1``
             (the paper: 13 of 32).
-        retention_rate: Fraction of the context that is chosen, in (0, 1].
         kernel_size: Width of the average-pooling, odd.
         decoding: A `DecodingEviction`, by which every layer stays bounded while an answer is
             decoded; None lets it grow.
@@ -43,14 +43,17 @@ class GemFilter(Method):
 
     paper: ClassVar[str] = "arXiv 2409.17422"
 
-    filter_layer: int | None = None
     retention_rate: float | None = DefaultRate(0.1)
-    kernel_size: int = 5
+    filter_layer: int | None = attrs.field(default=None, kw_only=True)
+    kernel_size: int = attrs.field(default=5, kw_only=True)
     retention_tokens: int | None = attrs.field(default=None, kw_only=True)
     protect: int = attrs.field(default=0, kw_only=True)
 
     def _parts(self) -> Parts:
         propagation = RestartPropagation(
-            self.filter_layer, self.retention_rate, self.retention_tokens, protect=self.protect
+            filter_layer=self.filter_layer,
+            retention_rate=self.retention_rate,
+            retention_tokens=self.retention_tokens,
+            protect=self.protect,
         )
-        return LastQueryProductScorer(self.kernel_size), KeepAllSelector(), propagation
+        return LastQueryProductScorer(kernel_size=self.kernel_size), KeepAllSelector(), propagation

@@ -69,9 +69,9 @@ class KVzip(Method):
     paper: ClassVar[str] = "arXiv 2505.23416"
 
     retention_rate: float | None = DefaultRate(0.3)
-    chunk_size: int = 2048
-    num_sinks: int = 4
-    window_size: int = 0
+    chunk_size: int = attrs.field(default=2048, kw_only=True)
+    num_sinks: int = attrs.field(default=4, kw_only=True)
+    window_size: int = attrs.field(default=0, kw_only=True)
     overlap: int = attrs.field(default=8, kw_only=True)
     instruction_ids: tuple[int, ...] = attrs.field(default=(), kw_only=True, converter=_ids)
     head_uniform: bool = attrs.field(default=False, kw_only=True)
@@ -85,10 +85,13 @@ class KVzip(Method):
         kind: type[GlobalThresholdSelector] | type[GQAGroupSelector]
         kind = GQAGroupSelector if self.head_uniform else GlobalThresholdSelector
         selector: KVSelector = kind(
-            self.retention_rate, self.window_size, self.retention_tokens, protect=self.num_sinks
+            self.retention_rate,
+            window_size=self.window_size,
+            retention_tokens=self.retention_tokens,
+            protect=self.num_sinks,
         )
         if self.whole_tokens:
-            selector = FirstTokensWholeSelector(selector, self.whole_tokens)
+            selector = FirstTokensWholeSelector(selector, whole_tokens=self.whole_tokens)
         return PeakAttentionScorer(), selector, PassAllPropagation()
 
     def _rereading(self) -> Repetition:

@@ -36,8 +36,8 @@ class LagKV(EvictionMethod):
 
     paper: ClassVar[str] = "arXiv 2504.04704"
 
-    num_sinks: int = 4
-    lag_size: int = 128
+    num_sinks: int = attrs.field(default=4, kw_only=True)
+    lag_size: int = attrs.field(default=128, kw_only=True)
 
     def _scorer(self) -> Scorer:
-        return LagKVScorer(self.num_sinks, self.lag_size)
+        return LagKVScorer(num_sinks=self.num_sinks, lag_size=self.lag_size)

@@ -46,8 +46,10 @@ class LazyLLM(Method):
 
     paper: ClassVar[str] = "arXiv 2407.14057"
 
-    keep_rate: float = 0.7
-    drop_layers: tuple[int, ...] | None = attrs.field(default=None, converter=as_layers)
+    keep_rate: float = attrs.field(default=0.7, kw_only=True)
+    drop_layers: tuple[int, ...] | None = attrs.field(
+        default=None, converter=as_layers, kw_only=True
+    )
     protect: int = attrs.field(default=0, kw_only=True)
 
     def _parts(self) -> Parts:
@@ -55,8 +57,8 @@ class LazyLLM(Method):
         places = DEPTHS if self.drop_layers is None else self.drop_layers
         stages = [
             TokenSelectivePropagation(
-                None if self.drop_layers is None else self.drop_layers[index],
-                self.keep_rate ** (index + 1),
+                tsp_layer=None if self.drop_layers is None else self.drop_layers[index],
+                tsp_rate=self.keep_rate ** (index + 1),
                 window_size=1,
                 protect=self.protect,
                 tsp_depth=DEPTHS[index] if self.drop_layers is None else None,

@@ -114,7 +114,7 @@ kernel_size=7, group_first=False)
                 f"decoding of {type(self).__name__} must be a DecodingEviction or None, since "
                 f"{reason}, got {tokens}"
             )
-        return DecodingEviction(self.scorer, selector, self.every if every is None else every)
+        return DecodingEviction(self.scorer, selector, every=self.every if every is None else every)
 
     def _own_decoding(self, given: object) -> DecodingEviction | None:
         if given is None or given is False or isinstance(given, DecodingEviction):

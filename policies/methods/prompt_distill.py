@@ -49,19 +49,23 @@ class PromptDistill(Method):
 
     paper: ClassVar[str] = "arXiv 2503.23274"
 
-    tsp_layer: int | None = None
-    tsp_rate: float | None = DefaultRate(0.1)
-    kernel_size: int = 5
+    tsp_layer: int | None = attrs.field(default=None, kw_only=True)
+    tsp_rate: float | None = attrs.field(default=DefaultRate(0.1), kw_only=True)
+    kernel_size: int = attrs.field(default=5, kw_only=True)
     tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
     protect: int = attrs.field(default=0, kw_only=True)
 
     def _parts(self) -> Parts:
         propagation = TokenSelectivePropagation(
-            self.tsp_layer,
-            self.tsp_rate,
-            1,
-            self.tsp_tokens,
+            tsp_layer=self.tsp_layer,
+            tsp_rate=self.tsp_rate,
+            window_size=1,
+            tsp_tokens=self.tsp_tokens,
             protect=self.protect,
             tsp_depth=DEPTH if self.tsp_layer is None else None,
         )
-        return LastQueryProductScorer(self.kernel_size, own=False), KeepAllSelector(), propagation
+        return (
+            LastQueryProductScorer(kernel_size=self.kernel_size, own=False),
+            KeepAllSelector(),
+            propagation,
+        )

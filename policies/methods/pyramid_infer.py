@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import attrs
 
+from kvpolicy.checks import check_count
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.pyramid import PyramidPropagation
@@ -38,15 +39,21 @@ class PyramidInfer(Method):
 
     paper: ClassVar[str] = "arXiv 2405.12532"
 
-    recent_rate: float = 0.2
-    decay_ratio: float = 0.7
-    distance_weight: float = 1.2
-    num_sinks: int = 4
-    min_context: int = 64
+    recent_rate: float = attrs.field(default=0.2, kw_only=True)
+    decay_ratio: float = attrs.field(default=0.7, kw_only=True)
+    distance_weight: float = attrs.field(default=1.2, kw_only=True)
+    num_sinks: int = attrs.field(default=4, kw_only=True)
+    min_context: int = attrs.field(default=64, kw_only=True)
 
     def _parts(self) -> Parts:
-        scorer = WeightedTailScorer(self.recent_rate, self.distance_weight)
+        check_count("num_sinks", self.num_sinks)
+        scorer = WeightedTailScorer(
+            recent_rate=self.recent_rate, distance_weight=self.distance_weight
+        )
         propagation = PyramidPropagation(
-            self.recent_rate, self.decay_ratio, self.num_sinks, self.min_context
+            recent_rate=self.recent_rate,
+            decay_ratio=self.decay_ratio,
+            protect=self.num_sinks,
+            min_context=self.min_context,
         )
         return scorer, KeepAllSelector(), propagation

@@ -40,13 +40,13 @@ class PyramidKV(WindowEvictionMethod):
 
     paper: ClassVar[str] = "arXiv 2406.02069"
 
-    beta: int = 20
+    beta: int = attrs.field(default=20, kw_only=True)
 
     def _selector(self) -> KVSelector:
         return PyramidSelector(
             self.retention_rate,
-            self.window_size,
-            self.retention_tokens,
-            self.beta,
+            window_size=self.window_size,
+            retention_tokens=self.retention_tokens,
+            beta=self.beta,
             protect=self.protect,
         )

@@ -36,8 +36,10 @@ class RKV(EvictionMethod):
 
     paper: ClassVar[str] = "arXiv 2505.24133"
 
-    kernel_size: int = 7
-    importance: float = 0.1
+    kernel_size: int = attrs.field(default=7, kw_only=True)
+    importance: float = attrs.field(default=0.1, kw_only=True)
 
     def _scorer(self) -> Scorer:
-        return RedundancyScorer(self.window_size, self.kernel_size, self.importance)
+        return RedundancyScorer(
+            window_size=self.window_size, kernel_size=self.kernel_size, importance=self.importance
+        )

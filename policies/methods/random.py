@@ -23,7 +23,7 @@ class Random(EvictionMethod):
         Budget(rate=None, tokens=512)
     """
 
-    seed: int = 0
+    seed: int = attrs.field(default=0, kw_only=True)
 
     def _scorer(self) -> Scorer:
-        return RandomScorer(self.seed)
+        return RandomScorer(seed=self.seed)

@@ -7,6 +7,7 @@ from typing import ClassVar
 import attrs
 
 from kvpolicy.budgets import Budget, DefaultRate
+from kvpolicy.checks import check_count
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.staged import StagedPropagation
@@ -32,7 +33,7 @@ class SlimInfer(Method):
     Args:
         tsp_rate: Fraction of the context that goes on after the last of the three, in (0, 1].
         window_size: Last tokens, whose queries are averaged and which always go on, at least 1.
-        unit_size: Tokens whose keys are averaged, at least 1.
+        unit_size: Tokens whose keys are averaged, at least 1; the paper's ``chunk_size``.
         block_units: Units of so many tokens that make a block, at least 1.
         tsp_tokens: Number of tokens that go on after the last of the three, at least 1, in place of
             the rate; 2,048 in the paper, with Llama 3.1 8B.
@@ -56,16 +57,22 @@ class SlimInfer(Method):
 
     paper: ClassVar[str] = "arXiv 2508.06447"
 
-    tsp_rate: float | None = DefaultRate(0.1)
-    window_size: int = 4
-    unit_size: int = 8
-    block_units: int = 8
+    tsp_rate: float | None = attrs.field(default=DefaultRate(0.1), kw_only=True)
+    window_size: int = attrs.field(default=4, kw_only=True)
+    unit_size: int = attrs.field(default=8, kw_only=True)
+    block_units: int = attrs.field(default=8, kw_only=True)
     tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
     protect: int | None = attrs.field(default=None, kw_only=True)
 
     def _parts(self) -> Parts:
+        check_count("unit_size", self.unit_size, minimum=1)
+        check_count("block_units", self.block_units, minimum=1)
         last = Budget(self.tsp_rate, self.tsp_tokens, name="tsp")
-        scorer = BlockProductScorer(self.window_size, self.unit_size, self.block_units)
+        scorer = BlockProductScorer(
+            window_size=self.window_size,
+            chunk_size=self.unit_size,
+            block_chunks=self.block_units,
+        )
         stages = [
             TokenSelectivePropagation(
                 tsp_rate=None if last.rate is None else min(times * last.rate, 1.0),

@@ -27,9 +27,9 @@ class SpireKV(Method):
     answered most questions on its small models at its cost.
 
     Args:
+        retention_rate: Fraction of the context that layers keep on average, in (0, 1].
         tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
             ``num_layers // 2 - 1``.
-        retention_rate: Fraction of the context that layers keep on average, in (0, 1].
         window_size: Tokens of the observation window, at least 1.
         kernel_size: Width of the max-pooling, odd.
         beta: How steep the budgets fall, at least 1; see `PyramidSelector`.
@@ -50,11 +50,11 @@ class SpireKV(Method):
         0.55
     """
 
-    tsp_layer: int | None = None
     retention_rate: float | None = DefaultRate(0.1)
-    window_size: int = 4
-    kernel_size: int = 7
-    beta: int = 20
+    tsp_layer: int | None = attrs.field(default=None, kw_only=True)
+    window_size: int = attrs.field(default=4, kw_only=True)
+    kernel_size: int = attrs.field(default=7, kw_only=True)
+    beta: int = attrs.field(default=20, kw_only=True)
     tsp_rate: float | None = attrs.field(default=None, kw_only=True)
     tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
     retention_tokens: int | None = attrs.field(default=None, kw_only=True)
@@ -63,9 +63,9 @@ class SpireKV(Method):
     def _parts(self) -> Parts:
         selector = PyramidSelector(
             self.retention_rate,
-            self.window_size,
-            self.retention_tokens,
-            self.beta,
+            window_size=self.window_size,
+            retention_tokens=self.retention_tokens,
+            beta=self.beta,
             protect=self.protect,
         )
         kept, rate, tokens = selector.mean_budget, self.tsp_rate, self.tsp_tokens
@@ -73,11 +73,19 @@ class SpireKV(Method):
             rate = None if kept.rate is None else max(LEAST_PASSED, kept.rate)
             tokens = kept.tokens
         propagation = TokenSelectivePropagation(
-            self.tsp_layer, rate, self.window_size, tokens, protect=self.protect
+            tsp_layer=self.tsp_layer,
+            tsp_rate=rate,
+            window_size=self.window_size,
+            tsp_tokens=tokens,
+            protect=self.protect,
         )
         if kept.exceeds(propagation.budget):  # budgets differ by layer: the policy compares none
             raise ValueError(
                 "retention_rate must not exceed tsp_rate, since layers after the drop cannot keep "
                 f"more tokens than reach them, got {kept.amount} and {propagation.budget.amount}"
             )
-        return WindowMaxPoolScorer(self.window_size, self.kernel_size), selector, propagation
+        return (
+            WindowMaxPoolScorer(self.window_size, kernel_size=self.kernel_size),
+            selector,
+            propagation,
+        )

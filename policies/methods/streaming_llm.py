@@ -38,13 +38,16 @@ class StreamingLLM(Method):
     paper: ClassVar[str] = "arXiv 2309.17453"
 
     retention_rate: float | None = DefaultRate(0.1)
-    num_sinks: int = 4
+    num_sinks: int = attrs.field(default=4, kw_only=True)
     retention_tokens: int | None = attrs.field(default=None, kw_only=True)
     protect: int = attrs.field(default=0, kw_only=True)
     gapless: bool = attrs.field(default=False, kw_only=True)
 
     def _parts(self) -> Parts:
         selector = SinkAndRecentSelector(
-            self.retention_rate, self.num_sinks, self.retention_tokens, protect=self.protect
+            self.retention_rate,
+            num_sinks=self.num_sinks,
+            retention_tokens=self.retention_tokens,
+            protect=self.protect,
         )
         return None, selector, PassAllPropagation()

@@ -29,7 +29,7 @@ class TOVA(EvictionMethod):
     paper: ClassVar[str] = "arXiv 2401.06104"
     every: ClassVar[int] = 1
 
-    window_size: int = 1
+    window_size: int = attrs.field(default=1, kw_only=True)
 
     def _scorer(self) -> Scorer:
         return LastQueryScorer()

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import attrs
 
+from kvpolicy.checks import check_count
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.block_mass import BlockMassPropagation
@@ -28,7 +29,7 @@ class UniPrefill(Method):
         drop_layers: Indices of the layers after which tokens are dropped, from 0; None for six
             from a quarter to seven eighths of the model, 7, 11, 15, 19, 23 and 27 of 32.
         mass: Share of the attention that goes on, in (0, 1].
-        block_size: Tokens of a block, at least 1.
+        block_size: Tokens of a block, at least 1; the paper's word for ``chunk_size``.
         num_sinks: First tokens of the context that always go on, at least 0.
         window_size: Last tokens, which observe and always go on, at least 1.
 
@@ -43,14 +44,22 @@ class UniPrefill(Method):
 
     paper: ClassVar[str] = "arXiv 2605.06221"
 
-    drop_layers: tuple[int, ...] | None = attrs.field(default=None, converter=as_layers)
-    mass: float = 0.99
-    block_size: int = 64
-    num_sinks: int = 128
-    window_size: int = 128
+    drop_layers: tuple[int, ...] | None = attrs.field(
+        default=None, converter=as_layers, kw_only=True
+    )
+    mass: float = attrs.field(default=0.99, kw_only=True)
+    block_size: int = attrs.field(default=64, kw_only=True)
+    num_sinks: int = attrs.field(default=128, kw_only=True)
+    window_size: int = attrs.field(default=128, kw_only=True)
 
     def _parts(self) -> Parts:
+        check_count("block_size", self.block_size, minimum=1)
+        check_count("num_sinks", self.num_sinks)
         propagation = BlockMassPropagation(
-            self.drop_layers, self.mass, self.block_size, self.num_sinks, self.window_size
+            drop_layers=self.drop_layers,
+            mass=self.mass,
+            chunk_size=self.block_size,
+            protect=self.num_sinks,
+            window_size=self.window_size,
         )
         return WindowAttentionScorer(self.window_size), KeepAllSelector(), propagation

@@ -47,8 +47,8 @@ class AgreementPropagation(PropagationPolicy):
     """
 
     tsp_rate: float | None = DefaultRate(0.2)
-    window_size: int = 8
-    tsp_tokens: int | None = None
+    window_size: int = attrs.field(default=8, kw_only=True)
+    tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
     agreement: float = attrs.field(default=0.7, kw_only=True)
     drop_layers: tuple[int, ...] | None = attrs.field(
         default=None, kw_only=True, converter=as_layers

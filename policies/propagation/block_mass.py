@@ -14,6 +14,7 @@ from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy, nearest_layer
 from kvpolicy.policies.propagation.layers import as_layers, within
+from kvpolicy.renamed import accepts_old
 from kvpolicy.selection import compress
 
 # Where layers are left open, they act at these shares of the model's depth.
@@ -22,11 +23,12 @@ DEPTHS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 UNITS = 1 << 40
 
 
+@accepts_old(block_size="chunk_size", num_sinks="protect")
 @attrs.frozen
 class BlockMassPropagation(PropagationPolicy):
     """Passes on the fewest blocks of tokens that together hold a given share of the saliency.
 
-    A layer's new tokens are divided into blocks of ``block_size``, counted from the row's first.
+    A layer's new tokens are divided into blocks of ``chunk_size``, counted from the row's first.
     The mass of a block is the sum of its tokens' saliency, averaged over all heads; negative values
     count as 0. Blocks of largest mass go on, as few as together reach the share ``mass`` of the
     whole. Their number depends on the prompt, so that rows of a batch may pass on different
@@ -34,12 +36,12 @@ class BlockMassPropagation(PropagationPolicy):
     position.
 
     Args:
+        mass: Share of the saliency that goes on, in (0, 1]; 1 passes everything on.
         drop_layers: Indices of the layers after which tokens are dropped, from 0; None for six
             from a quarter to seven eighths of the model, 7, 11, 15, 19, 23 and 27 of 32, or the
             layers nearest to them that see the whole context.
-        mass: Share of the saliency that goes on, in (0, 1]; 1 passes everything on.
-        block_size: Tokens of a block, at least 1.
-        num_sinks: First tokens of the row's context that always go on, at least 0.
+        chunk_size: Tokens of a block, at least 1.
+        protect: First tokens of the row's context that always go on, at least 0.
         window_size: Trailing tokens that always go on, at least 1.
 
     Raises:
@@ -57,16 +59,18 @@ class BlockMassPropagation(PropagationPolicy):
 
     paper: ClassVar[str] = "arXiv 2605.06221"
 
-    drop_layers: tuple[int, ...] | None = attrs.field(default=None, converter=as_layers)
     mass: float = 0.99
-    block_size: int = 64
-    num_sinks: int = 128
-    window_size: int = 128
+    drop_layers: tuple[int, ...] | None = attrs.field(
+        default=None, converter=as_layers, kw_only=True
+    )
+    chunk_size: int = attrs.field(default=64, kw_only=True)
+    protect: int = attrs.field(default=128, kw_only=True)
+    window_size: int = attrs.field(default=128, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_rate("mass", self.mass)
-        check_count("block_size", self.block_size, minimum=1)
-        check_count("num_sinks", self.num_sinks)
+        check_count("chunk_size", self.chunk_size, minimum=1)
+        check_count("protect", self.protect)
         # At least the last token: the next one is predicted from it.
         check_count("window_size", self.window_size, minimum=1)
 
@@ -78,7 +82,7 @@ class BlockMassPropagation(PropagationPolicy):
     @property
     def protected_first(self) -> int:
         """The number of the context's first tokens that always go on to later layers."""
-        return self.num_sinks
+        return self.protect
 
     @property
     def decides_by_content(self) -> bool:
@@ -128,14 +132,14 @@ class BlockMassPropagation(PropagationPolicy):
         means = super().ranking(saliency, context).double().clamp(min=0)
         means = means.masked_fill(~context.new_valid, 0.0)
         new_len = context.new_len
-        count = -(-new_len // self.block_size)
-        slots = torch.arange(count * self.block_size, device=means.device)
+        count = -(-new_len // self.chunk_size)
+        slots = torch.arange(count * self.chunk_size, device=means.device)
         padding = new_len - context.new_valid.sum(dim=1, keepdim=True)
         # Blocks begin with each row's first token, so that padding moves to the right.
         at = slots + padding
         moved = pad(means, (0, 1)).gather(1, at.clamp(max=new_len))
-        masses = moved.view(-1, count, self.block_size).sum(dim=2)
+        masses = moved.view(-1, count, self.chunk_size).sum(dim=2)
         whole = masses.sum(dim=1, keepdim=True).clamp(min=torch.finfo(masses.dtype).tiny)
         units = (masses / whole * UNITS).round().long()
         places = torch.arange(new_len, device=means.device) - padding
-        return units, places.clamp(min=0) // self.block_size
+        return units, places.clamp(min=0) // self.chunk_size

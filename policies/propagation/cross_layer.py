@@ -29,9 +29,9 @@ class CrossLayerPropagation(TokenSelectivePropagation):
     its scale alone.
 
     Args:
+        tsp_rate: Fraction of the row's context that goes on, in (0, 1]. 0.2 by default.
         tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
             ``num_layers // 2 - 1``, or the layer nearest to it that sees the whole context.
-        tsp_rate: Fraction of the row's context that goes on, in (0, 1]. 0.2 by default.
         window_size: Trailing tokens that always go on, at least 1.
         tsp_tokens: Number of tokens that go on, in place of the rate.
         protect: First tokens of the row's context that always go on, at least 0.

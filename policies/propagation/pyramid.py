@@ -13,14 +13,16 @@ from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy
 from kvpolicy.policies.scorers.weighted_tail import tail_lens
+from kvpolicy.renamed import accepts_old
 from kvpolicy.selection import select_top
 
 
+@accepts_old(num_sinks="protect")
 @attrs.frozen
 class PyramidPropagation(PropagationPolicy):
     """Drops a fraction of the older tokens after every layer; the newest tokens all go on.
 
-    The tail, the last ``1 + int(N * recent_rate)`` tokens, and the first ``num_sinks`` tokens
+    The tail, the last ``1 + int(N * recent_rate)`` tokens, and the first ``protect`` tokens
     always go on. Of the ``c`` tokens before the tail, ``int(c * r)`` go on, with
     ``r = (1 - decay_ratio) * (cos(pi * l / num_layers) + 1) / 2 + decay_ratio`` after layer ``l``,
     those with the highest saliency averaged over all heads. Nothing is dropped where that would
@@ -29,7 +31,7 @@ class PyramidPropagation(PropagationPolicy):
     Args:
         recent_rate: Fraction of the row's context that makes the tail, in (0, 1].
         decay_ratio: The value that ``r`` falls to at the last layer, in (0, 1].
-        num_sinks: First tokens that always go on, at least 0.
+        protect: First tokens that always go on, at least 0.
         min_context: Tokens before the tail below which nothing is dropped, at least 0.
         window_size: Last tokens that always go on even where the tail is shorter, at least 1; for
             scorers that leave a window unscored.
@@ -48,16 +50,16 @@ class PyramidPropagation(PropagationPolicy):
 
     paper: ClassVar[str] = "arXiv 2405.12532"
 
-    recent_rate: float = 0.2
-    decay_ratio: float = 0.7
-    num_sinks: int = 4
-    min_context: int = 64
+    recent_rate: float = attrs.field(default=0.2, kw_only=True)
+    decay_ratio: float = attrs.field(default=0.7, kw_only=True)
+    protect: int = attrs.field(default=4, kw_only=True)
+    min_context: int = attrs.field(default=64, kw_only=True)
     window_size: int = attrs.field(default=1, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_rate("recent_rate", self.recent_rate)
         check_rate("decay_ratio", self.decay_ratio)
-        check_count("num_sinks", self.num_sinks)
+        check_count("protect", self.protect)
         check_count("min_context", self.min_context)
         check_count("window_size", self.window_size, minimum=1)
 
@@ -89,7 +91,7 @@ class PyramidPropagation(PropagationPolicy):
         slots = torch.arange(context.new_len, device=context.keys.device)
         tail = slots >= context.new_len - lens[:, None]
         positions = context.positions[:, 0, context.key_len - context.new_len :]
-        always = tail | (positions < self.num_sinks)
+        always = tail | (positions < self.protect)
         return (context.new_valid & always) | context.is_new_tail(self.window_size)
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:

@@ -26,8 +26,8 @@ class RestartPropagation(PropagationPolicy):
     the whole context so far but only new tokens are chosen, so that a short question is kept whole.
 
     Args:
-        filter_layer: Index of the layer that chooses, from 0; None for ``num_layers // 2 - 1``.
         retention_rate: Fraction of the row's context that is chosen, in (0, 1]. 0.1 by default.
+        filter_layer: Index of the layer that chooses, from 0; None for ``num_layers // 2 - 1``.
         retention_tokens: Number of tokens that are chosen, in place of the rate.
         window_size: Last tokens that are always chosen, at least 1.
         protect: First tokens of the context that are always chosen.
@@ -47,9 +47,9 @@ class RestartPropagation(PropagationPolicy):
 
     paper: ClassVar[str] = "arXiv 2409.17422"
 
-    filter_layer: int | None = None
     retention_rate: float | None = DefaultRate(0.1)
-    retention_tokens: int | None = None
+    filter_layer: int | None = attrs.field(default=None, kw_only=True)
+    retention_tokens: int | None = attrs.field(default=None, kw_only=True)
     window_size: int = attrs.field(default=1, kw_only=True)
     protect: int = attrs.field(default=0, kw_only=True)
 

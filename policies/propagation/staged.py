@@ -39,8 +39,9 @@ class StagedPropagation(PropagationPolicy):
             in which fewer layers see the whole context than there are stages without a layer.
 
     Example:
-        >>> halves = [TokenSelectivePropagation(0, 0.5), TokenSelectivePropagation(2, 0.25)]
-        >>> StagedPropagation(halves).layer_rates(num_layers=4)
+        >>> first = TokenSelectivePropagation(0.5, tsp_layer=0)
+        >>> second = TokenSelectivePropagation(0.25, tsp_layer=2)
+        >>> StagedPropagation([first, second]).layer_rates(num_layers=4)
         [1.0, 0.5, 0.5, 0.25]
     """
 

@@ -25,9 +25,9 @@ class TokenSelectivePropagation(PropagationPolicy):
     so that a short question goes on whole.
 
     Args:
+        tsp_rate: Fraction of the row's context that goes on, in (0, 1]. 0.2 by default.
         tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
             ``num_layers // 2 - 1``, or the layer nearest to it that sees the whole context.
-        tsp_rate: Fraction of the row's context that goes on, in (0, 1]. 0.2 by default.
         window_size: Trailing tokens that always go on, at least 1.
         tsp_tokens: Number of tokens that go on, in place of the rate.
         protect: First tokens of the row's context that always go on, at least 0.
@@ -49,10 +49,10 @@ class TokenSelectivePropagation(PropagationPolicy):
 
     paper: ClassVar[str] = "arXiv 2502.01068"
 
-    tsp_layer: int | None = None
     tsp_rate: float | None = DefaultRate(0.2)
-    window_size: int = 8
-    tsp_tokens: int | None = None
+    tsp_layer: int | None = attrs.field(default=None, kw_only=True)
+    window_size: int = attrs.field(default=8, kw_only=True)
+    tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
     protect: int = attrs.field(default=0, kw_only=True)
     tsp_depth: float | None = attrs.field(default=None, kw_only=True)
 

@@ -25,8 +25,8 @@ class VisualTokenPropagation(PropagationPolicy):
     drop.
 
     Args:
-        drop_layer: Index of the layer after which tokens are dropped, from 0.
         visual_rate: Fraction of the new visual tokens at that layer that goes on, in (0, 1].
+        drop_layer: Index of the layer after which tokens are dropped, from 0.
         window_size: Trailing tokens that always go on, of whatever kind, at least 1.
 
     Raises:
@@ -42,9 +42,9 @@ class VisualTokenPropagation(PropagationPolicy):
 
     paper: ClassVar[str] = "arXiv 2403.06764"
 
-    drop_layer: int = 1
     visual_rate: float = 0.5
-    window_size: int = 1
+    drop_layer: int = attrs.field(default=1, kw_only=True)
+    window_size: int = attrs.field(default=1, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("drop_layer", self.drop_layer)

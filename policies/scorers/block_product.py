@@ -12,13 +12,15 @@ from kvpolicy.attention import query_key_products
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
+from kvpolicy.renamed import accepts_old
 
 
+@accepts_old(unit_size="chunk_size", block_units="block_chunks")
 @attrs.frozen
 class BlockProductScorer(Scorer):
     """Scores tokens by dot products of the last queries with the mean keys of their block.
 
-    Keys are divided, by position, into units of ``unit_size`` tokens, and ``block_units`` units
+    Keys are divided, by position, into units of ``chunk_size`` tokens, and ``block_chunks`` units
     make a block. ``saliency[j] = max over units m of the block of j of mean over query heads h of
     |q_h . k_hm|``, with ``q_h`` the mean of the last queries and ``k_hm`` the mean of the unit's
     keys that the head holds; in float32, unscaled and without softmax. The same for all heads and
@@ -26,8 +28,8 @@ class BlockProductScorer(Scorer):
 
     Args:
         window_size: Last tokens whose queries are averaged, at least 1.
-        unit_size: Tokens of a unit, at least 1.
-        block_units: Units of a block, at least 1.
+        chunk_size: Tokens of a unit, at least 1.
+        block_chunks: Units of a block, at least 1.
 
     Raises:
         TypeError: An argument is not an int.
@@ -42,14 +44,14 @@ class BlockProductScorer(Scorer):
 
     paper: ClassVar[str] = "arXiv 2508.06447"
 
-    window_size: int = 4
-    unit_size: int = 8
-    block_units: int = 8
+    window_size: int = attrs.field(default=4, kw_only=True)
+    chunk_size: int = attrs.field(default=8, kw_only=True)
+    block_chunks: int = attrs.field(default=8, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("window_size", self.window_size, minimum=1)
-        check_count("unit_size", self.unit_size, minimum=1)
-        check_count("block_units", self.block_units, minimum=1)
+        check_count("chunk_size", self.chunk_size, minimum=1)
+        check_count("block_chunks", self.block_chunks, minimum=1)
 
     @property
     def num_queries(self) -> int:
@@ -63,12 +65,12 @@ class BlockProductScorer(Scorer):
         queries = queries / seen.sum(dim=2, keepdim=True).clamp(min=1)
         products = query_key_products(queries, context.keys)[:, :, 0]
         # As many blocks in every process that has a share of the heads.
-        block_size = self.unit_size * self.block_units
-        blocks = -(-max(context.seen_len) // block_size)
-        units = _unit_means(products, context, self.unit_size, blocks * self.block_units)
+        block_len = self.chunk_size * self.block_chunks
+        blocks = -(-max(context.seen_len) // block_len)
+        units = _unit_means(products, context, self.chunk_size, blocks * self.block_chunks)
         strength = context.layer.heads.mean(units.abs())
-        of_blocks = strength.reshape(-1, blocks, self.block_units).amax(dim=2)
-        at = context.positions.clamp(min=0) // block_size
+        of_blocks = strength.reshape(-1, blocks, self.block_chunks).amax(dim=2)
+        at = context.positions.clamp(min=0) // block_len
         return of_blocks[:, None].expand(-1, context.kv_heads, -1).gather(-1, at)
 
 

@@ -47,10 +47,10 @@ class ChunkAttentionScorer(Scorer):
 
     paper: ClassVar[str] = "arXiv 2507.08143"
 
-    num_sinks: int = 8
-    window_size: int = 4
-    chunk_size: int = 256
-    kernel_size: int = 3
+    num_sinks: int = attrs.field(default=8, kw_only=True)
+    window_size: int = attrs.field(default=4, kw_only=True)
+    chunk_size: int = attrs.field(default=256, kw_only=True)
+    kernel_size: int = attrs.field(default=3, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("num_sinks", self.num_sinks)

@@ -13,28 +13,30 @@ from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
 from kvpolicy.policies.scorers.wrapping import WrappingScorer
+from kvpolicy.renamed import accepts_old
 
 
+@accepts_old(chunk_length="chunk_size")
 @attrs.frozen
 class ChunkMeanScorer(WrappingScorer):
     """Averages another scorer's saliency over chunks of consecutive tokens and over all heads.
 
     ``saliency'[h, j]`` is the mean of ``saliency[h', i]`` over all heads ``h'`` of the layer and
-    the tokens ``i`` with ``position_i // chunk_length = position_j // chunk_length`` that a head
+    the tokens ``i`` with ``position_i // chunk_size = position_j // chunk_size`` that a head
     holds: chunks are counted from the first token of each row, in every turn. All heads get the
     same saliency, in float32. Tokens that the scorer leaves unscored do not count in a mean, and
     get 0.
 
     Args:
         scorer: Gives the saliency.
-        chunk_length: Tokens of a chunk, at least 1.
+        chunk_size: Tokens of a chunk, at least 1.
 
     Raises:
-        TypeError: ``scorer`` is not a `Scorer`, or ``chunk_length`` not an int.
-        ValueError: ``chunk_length`` is below 1.
+        TypeError: ``scorer`` is not a `Scorer`, or ``chunk_size`` not an int.
+        ValueError: ``chunk_size`` is below 1.
 
     Example:
-        >>> ChunkMeanScorer(chunk_length=20).num_queries
+        >>> ChunkMeanScorer(chunk_size=20).num_queries
         8
 
     Source: ChunkKV (arXiv 2502.00299). It keeps whole chunks; a selector here keeps a number of
@@ -46,19 +48,19 @@ class ChunkMeanScorer(WrappingScorer):
     paper: ClassVar[str] = "arXiv 2502.00299"
 
     scorer: Scorer = attrs.field(default=WindowMaxPoolScorer())
-    chunk_length: int = 10
+    chunk_size: int = attrs.field(default=10, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        check_count("chunk_length", self.chunk_length, minimum=1)
+        check_count("chunk_size", self.chunk_size, minimum=1)
 
     def _changed(self, saliency: Tensor, context: LayerContext) -> Tensor:
         group = saliency.shape[1] // context.kv_heads
         scored = context.valid & ~context.is_tail(self.unscored_tail)
-        chunks = context.positions.clamp(min=0) // self.chunk_length
+        chunks = context.positions.clamp(min=0) // self.chunk_size
         # By position, not by slot: after earlier choices heads may hold unlike tokens; and as many
         # chunks in every process that has a share of the heads.
-        count = -(-max(context.seen_len) // self.chunk_length)
+        count = -(-max(context.seen_len) // self.chunk_size)
         shown = saliency.masked_fill(~scored.repeat_interleave(group, dim=1), 0.0)
         sums = context.layer.heads.mean(_sums(shown, chunks.repeat_interleave(group, dim=1), count))
         held = context.layer.heads.mean(_sums(scored.to(shown.dtype), chunks, count))

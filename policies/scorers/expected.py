@@ -53,10 +53,10 @@ class ExpectedAttentionScorer(Scorer):
 
     paper: ClassVar[str] = "arXiv 2510.00636"
 
-    num_sinks: int = 4
-    future_len: int = 512
-    epsilon: float = 0.0
-    by_value: bool = True
+    num_sinks: int = attrs.field(default=4, kw_only=True)
+    future_len: int = attrs.field(default=512, kw_only=True)
+    epsilon: float = attrs.field(default=0.0, kw_only=True)
+    by_value: bool = attrs.field(default=True, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("num_sinks", self.num_sinks)

@@ -46,8 +46,8 @@ class LagKVScorer(Scorer):
 
     paper: ClassVar[str] = "arXiv 2504.04704"
 
-    num_sinks: int = 4
-    lag_size: int = 128
+    num_sinks: int = attrs.field(default=4, kw_only=True)
+    lag_size: int = attrs.field(default=128, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("num_sinks", self.num_sinks)

@@ -70,8 +70,8 @@ class LastQueryProductScorer(Scorer):
 
     paper: ClassVar[str] = "arXiv 2409.17422"
 
-    kernel_size: int = 5
-    own: bool = True
+    kernel_size: int = attrs.field(default=5, kw_only=True)
+    own: bool = attrs.field(default=True, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_kernel_size(self.kernel_size)

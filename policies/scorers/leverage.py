@@ -41,8 +41,8 @@ class CURScorer(Scorer):
 
     paper: ClassVar[str] = "arXiv 2509.15038"
 
-    num_sinks: int = 4
-    local_size: int = 16
+    num_sinks: int = attrs.field(default=4, kw_only=True)
+    local_size: int = attrs.field(default=16, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("num_sinks", self.num_sinks)

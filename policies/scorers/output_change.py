@@ -46,7 +46,7 @@ class CAOTEScorer(WrappingScorer):
     paper: ClassVar[str] = "arXiv 2504.14051"
 
     scorer: Scorer = attrs.field(default=WindowMaxPoolScorer())
-    fast: bool = False
+    fast: bool = attrs.field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

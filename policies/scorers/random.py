@@ -30,7 +30,7 @@ class RandomScorer(Scorer):
         RandomScorer(seed=3)
     """
 
-    seed: int = 0
+    seed: int = attrs.field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("seed", self.seed, maximum=None)

@@ -50,10 +50,10 @@ class RedundancyScorer(Scorer):
 
     paper: ClassVar[str] = "arXiv 2505.24133"
 
-    window_size: int = 8
-    kernel_size: int = 7
-    importance: float = 0.1
-    threshold: float = 0.5
+    window_size: int = attrs.field(default=8, kw_only=True)
+    kernel_size: int = attrs.field(default=7, kw_only=True)
+    importance: float = attrs.field(default=0.1, kw_only=True)
+    threshold: float = attrs.field(default=0.5, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("window_size", self.window_size, minimum=1)

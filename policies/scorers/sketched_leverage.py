@@ -50,10 +50,10 @@ class LeverageScorer(Scorer):
 
     paper: ClassVar[str] = "arXiv 2507.08143"
 
-    num_sinks: int = 8
-    window_size: int = 4
-    sketch_size: int = 48
-    seed: int = 0
+    num_sinks: int = attrs.field(default=8, kw_only=True)
+    window_size: int = attrs.field(default=4, kw_only=True)
+    sketch_size: int = attrs.field(default=48, kw_only=True)
+    seed: int = attrs.field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("num_sinks", self.num_sinks)

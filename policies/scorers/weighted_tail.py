@@ -49,8 +49,8 @@ class WeightedTailScorer(Scorer):
 
     paper: ClassVar[str] = "arXiv 2405.12532"
 
-    recent_rate: float = 0.2
-    distance_weight: float = 1.2
+    recent_rate: float = attrs.field(default=0.2, kw_only=True)
+    distance_weight: float = attrs.field(default=1.2, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_rate("recent_rate", self.recent_rate)

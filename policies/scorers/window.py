@@ -21,7 +21,7 @@ class _PooledWindowScorer(Scorer):
     """Base of scorers that pool the last tokens' attention over neighbouring tokens."""
 
     window_size: int = attrs.field(default=8)
-    kernel_size: int = attrs.field(default=7)
+    kernel_size: int = attrs.field(default=7, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("window_size", self.window_size, minimum=1)
@@ -172,7 +172,7 @@ class WindowAttentionScorer(Scorer):
     paper: ClassVar[str] = "arXiv 2605.06221"
 
     window_size: int = 128
-    kernel_size: int = 1
+    kernel_size: int = attrs.field(default=1, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("window_size", self.window_size, minimum=1)

@@ -50,7 +50,7 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
 
     paper: ClassVar[str] = "arXiv 2407.11550"
 
-    floor: float = 0.2
+    floor: float = attrs.field(default=0.2, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

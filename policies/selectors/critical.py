@@ -48,8 +48,8 @@ class CriticalSelector(WrappingSelector):
     paper: ClassVar[str] = "arXiv 2502.03805"
 
     selector: KVSelector = attrs.field(default=GQAGroupSelector())
-    first_share: float = 0.5
-    epsilon: float = 1e-4
+    first_share: float = attrs.field(default=0.5, kw_only=True)
+    epsilon: float = attrs.field(default=1e-4, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

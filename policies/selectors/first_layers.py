@@ -39,7 +39,7 @@ class FirstLayersWholeSelector(WrappingSelector):
     paper: ClassVar[str] = "arXiv 2602.16054"
 
     selector: KVSelector = attrs.field(default=GQAGroupSelector())
-    whole_layers: int = 4
+    whole_layers: int = attrs.field(default=4, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

@@ -37,7 +37,8 @@ class FirstTokensWholeSelector(WrappingSelector):
         ValueError: ``whole_tokens`` is below 0.
 
     Example:
-        >>> FirstTokensWholeSelector(GQAGroupSelector(0.1), 100).kept_rates(2, context_len=1000)
+        >>> selector = FirstTokensWholeSelector(GQAGroupSelector(0.1), whole_tokens=100)
+        >>> selector.kept_rates(2, context_len=1000)
         [0.19, 0.19]
 
     Source: KVzip (arXiv 2505.23416), whose code keeps the system prompt in this way.
@@ -46,7 +47,7 @@ class FirstTokensWholeSelector(WrappingSelector):
     paper: ClassVar[str] = "arXiv 2505.23416"
 
     selector: KVSelector = attrs.field(default=GQAGroupSelector())
-    whole_tokens: int = 4
+    whole_tokens: int = attrs.field(default=4, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

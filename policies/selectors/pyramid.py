@@ -46,7 +46,7 @@ class PyramidSelector(SharedBudgetSelector):
 
     paper: ClassVar[str] = "arXiv 2406.02069"
 
-    beta: int = 20
+    beta: int = attrs.field(default=20, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

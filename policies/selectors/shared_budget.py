@@ -14,8 +14,8 @@ class SharedBudgetSelector(KVSelector):
     """Base of selectors that meet their budget only on average over layers or heads."""
 
     retention_rate: float | None = DefaultRate(0.1)
-    window_size: int = 8
-    retention_tokens: int | None = None
+    window_size: int = attrs.field(default=8, kw_only=True)
+    retention_tokens: int | None = attrs.field(default=None, kw_only=True)
     protect: int = attrs.field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:

@@ -40,8 +40,8 @@ class SinkAndRecentSelector(KVSelector):
     paper: ClassVar[str] = "arXiv 2309.17453"
 
     retention_rate: float | None = DefaultRate(0.1)
-    num_sinks: int = 4
-    retention_tokens: int | None = None
+    num_sinks: int = attrs.field(default=4, kw_only=True)
+    retention_tokens: int | None = attrs.field(default=None, kw_only=True)
     protect: int = attrs.field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:

@@ -25,7 +25,7 @@ def model() -> Iterator[PreTrainedModel]:
         yield tiny_model("llama", seed=1, num_layers=4)
 
 
-@pytest.mark.parametrize("name", ["full_context", "fastkv", "snapkv", "gem_filter"])
+@pytest.mark.parametrize("name", ["full_context", "fastkv", "snapkv", "gemfilter"])
 def test_tokens_are_those_of_an_uncompiled_generate(model: PreTrainedModel, name: str) -> None:
     policy, given = POLICIES[name], prompt(43)
     before = Compilations.so_far()

@@ -219,7 +219,7 @@ def test_the_file_is_written_after_every_compiled_cell(
 
 def test_large_numbers_and_notes_fit_the_table() -> None:
     cell = CompiledCell(
-        "streaming_llm",
+        "streamingllm",
         131072,
         "measured",
         "compiled again while measured",
@@ -237,4 +237,4 @@ def test_large_numbers_and_notes_fit_the_table() -> None:
     assert len(lines[2]) == len(lines[4]) <= 80
     assert lines[4].split()[2:] == ["123.5", "54.322", "1234.50", "12.34", "123.45", "45.67"]
     assert (lines[3].split()[:3], len(lines[3])) == (["h2o", "8", "failed:"], 80)
-    assert lines[5] == "streaming_llm, 131072 tokens: compiled again while measured"
+    assert lines[5] == "streamingllm, 131072 tokens: compiled again while measured"

@@ -254,10 +254,10 @@ def test_bytes_and_masks_by_hand(record: dict[str, Any]) -> None:
         (cell["policy"], cell["context"]): cell["held_bytes"] / slot for cell in record["cells"]
     }
     assert held["full_context", 512] == 512
-    methods = ("fastkv", "snapkv", "gem_filter", "streaming_llm", "h2o")
+    methods = ("fastkv", "snapkv", "gemfilter", "streamingllm", "h2o")
     for name in (*methods, "fastkv_chunks", "snapkv_chunks"):
         assert held[name, 512] == 51  # int(0.1 * 512)
-    assert 51 < held["pyramid_infer", 512] < 512
+    assert 51 < held["pyramidinfer", 512] < 512
     for cell in record["cells"]:  # none: sdpa is free to take its flash kernel
         assert cell["masked_layers_decode"] == 0
         if cell["policy"] != "full_chunks":  # Transformers makes one for all chunks but the first
@@ -297,7 +297,7 @@ def test_table_has_a_line_for_each_cell_and_fits(
 
 
 def test_large_numbers_fit_the_table() -> None:
-    cell = Cell("streaming_llm", 131072, "measured", prefill_ms=(543210.9,), decode_ms=(1234.5,))
+    cell = Cell("streamingllm", 131072, "measured", prefill_ms=(543210.9,), decode_ms=(1234.5,))
     cell = attrs.evolve(
         cell,
         prefill_speedup=12.34,
@@ -762,9 +762,9 @@ def test_llama_has_the_published_shape_and_the_papers_layers() -> None:
     plans = gpu.plans_for(gpu.LLAMA)
     acting = {
         name: plans[name].policy.propagation.acting_layers(32)  # type: ignore[union-attr]
-        for name in ("fastkv", "gem_filter")
+        for name in ("fastkv", "gemfilter")
     }
-    assert acting == {"fastkv": {15}, "gem_filter": {13}}
+    assert acting == {"fastkv": {15}, "gemfilter": {13}}
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,9 @@ def test_large_numbers_fit_the_table() -> None:
         return Timing(phase, phase, None)
 
     limits = {"prefill_allowed": 123.4, "decode_allowed": 1.0}
-    row = methods.row_of("pyramid_infer", timing(9.9e3), timing(9.876e5), 131072, limits)
+    row = methods.row_of("pyramidinfer", timing(9.9e3), timing(9.876e5), 131072, limits)
     assert len(methods.TIMES.line(row)) <= 80
-    row = {"policy": "pyramid_infer", "context": 131072, "share_of_full": 1.0}
+    row = {"policy": "pyramidinfer", "context": 131072, "share_of_full": 1.0}
     assert len(methods.MEMORY.line({**row, "peak": peak(1 << 44, exact=False)})) <= 80
 
 
@@ -182,7 +182,7 @@ HEAVY = ModelSpec(512, 8, 8, 8, intermediate_size=64, vocab_size=97)
 def test_peak_memory_holds_the_cache_and_a_policy_needs_less() -> None:
     cache = 8 * 2 * 512 * 4 * 1024
     full = memory.measure_peak(HEAVY, BASELINE, 1024)
-    ours = memory.measure_peak(HEAVY, "streaming_llm", 1024)
+    ours = memory.measure_peak(HEAVY, "streamingllm", 1024)
     for found in (full, ours):
         assert found["growth_bytes"] == found["peak_bytes"] - found["before_bytes"] > 0
         assert found["measured_by"].startswith(("VmHWM", "ru_maxrss"))

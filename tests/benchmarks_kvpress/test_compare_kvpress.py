@@ -30,7 +30,7 @@ from kvpolicy import LayerContext
 from kvpolicy.layer_inputs import AttentionSettings
 from tests.reference import random_tokens, tiny_model
 
-METHODS = ("snapkv", "streaming_llm", "h2o", "tova", "key_diff", "pyramid_kv")
+METHODS = ("snapkv", "streamingllm", "h2o", "tova", "keydiff", "pyramidkv")
 SETTINGS = {"rate": 0.3, "window_size": 4, "kernel_size": 3, "num_sinks": 2}
 
 
@@ -109,7 +109,7 @@ def test_ratios_are_taken_round_by_round_within_a_library() -> None:
 
 
 def record() -> dict[str, Any]:
-    long = "streaming_llm"
+    long = "streamingllm"
     batch = {"kept_alone": 102400, "kept": 102400, "kept_padding": 99999, "kept_in_both": 99999}
     batch |= {"visible": 4096, "second_step_difference": 12.5, "difference_from_kept": 1e-6}
     turn = {"new_tokens": 4096, "computed": 8192, "first_position": 8192, "held": [8192, 4096]}
@@ -263,7 +263,7 @@ def test_rules_of_kvpress(method: str) -> None:
 def test_key_diff_by_its_rule_protects_nothing() -> None:
     keys = torch.randn(1, 1, 20, 4)
     keys[0, 0, -1] = keys[0, 0].mean(dim=0)  # the last key is the least distinct
-    kept = as_kvpress("key_diff", SETTINGS).decide(context(keys, torch.empty(1, 1, 0, 4))).kept
+    kept = as_kvpress("keydiff", SETTINGS).decide(context(keys, torch.empty(1, 1, 0, 4))).kept
     assert 19 not in kept[0, 0].tolist()
 
 
@@ -277,7 +277,7 @@ def test_pyramid_budgets_of_kvpress() -> None:
 
 
 def test_kept_positions_of_one_prompt(library: Any, model: PreTrainedModel) -> None:
-    kept = kept_of(library, model, "streaming_llm", SETTINGS, random_tokens(0, 20))
+    kept = kept_of(library, model, "streamingllm", SETTINGS, random_tokens(0, 20))
     assert kept == [[[0, 1, 16, 17, 18, 19]] * 2] * 4
 
 

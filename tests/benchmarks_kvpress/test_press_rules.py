@@ -47,7 +47,9 @@ def test_the_last_chunk_is_filled_with_zeros() -> None:
     norms = shown.values[0].norm(dim=-1)
     inner = (sums.view(2, 3, 13).mean(dim=1) * norms)[:, 1:12]
     scores = (inner - inner.mean()) / inner.std()
-    found = ZeroPaddedChunkScorer(1, 1, chunk_size=4, kernel_size=1).score(shown)[0]
+    found = ZeroPaddedChunkScorer(num_sinks=1, window_size=1, chunk_size=4, kernel_size=1).score(
+        shown
+    )[0]
     assert torch.allclose(found[:, 1:12], scores, atol=1e-5)
     assert not found[:, [0, 12]].any()
 
@@ -58,7 +60,7 @@ def test_leverage_of_a_wide_projection_is_that_of_the_keys() -> None:
     before = rotary.turned_back(shown.keys, shown.positions)[0].double()
     keys = before - before.mean(dim=1, keepdim=True)
     leverage = torch.stack([(head @ torch.linalg.pinv(head)).diagonal() for head in keys])
-    found = DrawnLeverageScorer(0, 0, sketch_size=400).score(shown)[0]
+    found = DrawnLeverageScorer(num_sinks=0, window_size=0, sketch_size=400).score(shown)[0]
     expected = (leverage - leverage.mean()) / leverage.std()
     assert torch.allclose(found.double(), expected, atol=0.02)
 
@@ -69,13 +71,14 @@ def test_all_that_is_always_kept_scores_the_same() -> None:
     assert tied.tolist() == [[True] * 2 + [False] * 8 + [True] * 6] * 2
     assert scores.max() == 1
     expected = scores.topk(8).indices.sort().values
-    assert torch.equal(TopKSelector(0.5, 0).select(scores[None], context(16))[0], expected)
+    selector = TopKSelector(0.5, window_size=0)
+    assert torch.equal(selector.select(scores[None], context(16))[0], expected)
 
 
 def test_chunks_are_kept_whole() -> None:
     saliency = torch.zeros(1, 2, 18)
     saliency[0, 0, 7], saliency[0, 1, 11] = 3.0, 2.0
-    kept = PressChunkSelector(0.5, 1, chunk_length=5).select(saliency, context(18))
+    kept = PressChunkSelector(0.5, window_size=1, chunk_length=5).select(saliency, context(18))
     # Two of four chunks: that of token 7, and the last, whose token 17 scores most, at 3 for each.
     assert kept.tolist() == [[[5, 6, 7, 8, 9, 15, 16, 17]] * 2]
 
@@ -83,7 +86,7 @@ def test_chunks_are_kept_whole() -> None:
 @pytest.mark.parametrize(("floor", "counts"), [(0.6, [14, 6]), (0.2, [16, 4]), (0.0, [16, 4])])
 def test_a_floor_has_the_window_in_it(floor: float, counts: list[int]) -> None:
     saliency = torch.rand(1, 2, 20) + torch.tensor([[[1.0], [0.0]]])
-    kept = PressAdaptiveSelector(0.5, 4, floor=floor).select(saliency, context(20))
+    kept = PressAdaptiveSelector(0.5, window_size=4, floor=floor).select(saliency, context(20))
     assert (kept >= 0).sum(dim=-1).tolist() == [counts]
     assert (kept[0, :, -4:] == torch.arange(16, 20)).all()
 
@@ -92,7 +95,8 @@ def test_a_floor_goes_by_attention_alone() -> None:
     shown = context(20, output_weight=torch.eye(4).expand(6, 4, 4))
     saliency = torch.linspace(1, 0, 20).expand(1, 2, 20) + torch.tensor([[[1.0], [0.0]]])
     shown.values[0, :, 12] = 1e6  # what a second stage takes first
-    kept = PressCriticalAdaSelector(PressAdaptiveSelector(0.5, 4, floor=0.6), first_share=0.5)
+    adaptive = PressAdaptiveSelector(0.5, window_size=4, floor=0.6)
+    kept = PressCriticalAdaSelector(adaptive, first_share=0.5)
     upper, lower = kept.select(saliency, shown)[0].tolist()
     assert lower == [-1] * 8 + [0, 1, 16, 17, 18, 19]  # its floor is all of it
     assert set(upper) >= {0, 1, 2, 12}  # seven of 14 by attention, the window among them
@@ -101,7 +105,7 @@ def test_a_floor_goes_by_attention_alone() -> None:
 def test_as_many_go_as_the_ratio_of_all() -> None:
     shown = [context(11)] * 3
     saliencies = list(torch.rand(3, 1, 2, 11))
-    kept = PressThresholdSelector(0.3, 0, protect=1).select_together(saliencies, shown)
+    kept = PressThresholdSelector(0.3, window_size=0, protect=1).select_together(saliencies, shown)
     flat = torch.cat(saliencies)
     flat[..., 0] = 2.0
     least = flat.flatten().sort().values[int(66 * 0.7)]

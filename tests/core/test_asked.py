@@ -131,7 +131,7 @@ class UndeclaredDrop(TokenSelectivePropagation):
 
 
 def test_neither_are_selectors_and_propagation_shown_more() -> None:
-    policy = CachePolicy(TurnedBackScorer(), Undeclared(0.5), UndeclaredDrop(2, 0.5))
+    policy = CachePolicy(TurnedBackScorer(), Undeclared(0.5), UndeclaredDrop(0.5, tsp_layer=2))
     assert policy.decide(context_of()).passed_on is not None
     assert policy.history_layers == 0
     assert policy.needs_rotary
@@ -259,7 +259,7 @@ def test_the_largest_of_the_layers_goes_on() -> None:
     history[:, :, 4] = 100.0
     context = with_layer(context, history=(torch.zeros_like(history), history))
     part = LargestOfLayers(tsp_tokens=4, tsp_rate=None, window_size=3, layers=(2,))
-    policy = CachePolicy(WindowMaxPoolScorer(3, 1), KeepAllSelector(), part)
+    policy = CachePolicy(WindowMaxPoolScorer(3, kernel_size=1), KeepAllSelector(), part)
     passed = policy.decide(context).passed_on
     assert passed is not None
     assert passed.tolist() == [[4, 8, 9, 10]] * 2
@@ -286,7 +286,7 @@ def test_what_wraps_and_what_is_staged_asks_for_the_same() -> None:
     rule = DecodingEviction(TurnedBackScorer(), GQAGroupSelector(retention_tokens=9))
     assert (rule.needs_rotary, rule.needs_output_weight) == (True, False)
     # Only one that carries something from the prompt on is asked there.
-    policy = CachePolicy(None, KeepAllSelector(), PassAllPropagation(), rule)
+    policy = CachePolicy(None, KeepAllSelector(), PassAllPropagation(), decoding=rule)
     assert not policy.needs_rotary
 
 
@@ -298,12 +298,16 @@ def test_a_restart_looks_back_too() -> None:
             (before,) = context.layer.history
             return super().propagate(before, context)
 
-    policy = CachePolicy(WindowMaxPoolScorer(1, 1), KeepAllSelector(), Back(2, 0.3))
+    policy = CachePolicy(
+        WindowMaxPoolScorer(1, kernel_size=1), KeepAllSelector(), Back(0.3, filter_layer=2)
+    )
     assert policy.remembered_layers(5, range(5)) == {1}
     context = context_of()
     chosen = policy.decide_restart(context)
     assert chosen is not None
-    own = RestartPropagation(2, 0.3).propagate(context.layer.history[-1], context)
+    own = RestartPropagation(filter_layer=2, retention_rate=0.3).propagate(
+        context.layer.history[-1], context
+    )
     assert torch.equal(chosen, own)
 
 

@@ -27,16 +27,19 @@ from kvpolicy.policies import PyramidInfer as Pyramid
     ("policy", "written"),
     [
         (SnapKV(), "SnapKV(retention_rate=0.1)"),
-        (FastKV(2, 0.5, 0.25), "FastKV(tsp_layer=2, tsp_rate=0.5, retention_rate=0.25)"),
+        (
+            FastKV(tsp_layer=2, tsp_rate=0.5, retention_rate=0.25),
+            "FastKV(retention_rate=0.25, tsp_layer=2, tsp_rate=0.5)",
+        ),
         (
             FastKV(retention_tokens=64, window_size=4),
             "FastKV(tsp_rate=0.2, window_size=4, retention_tokens=64)",
         ),
         (
             GemFilter(filter_layer=13, protect=4),
-            "GemFilter(filter_layer=13, retention_rate=0.1, protect=4)",
+            "GemFilter(retention_rate=0.1, filter_layer=13, protect=4)",
         ),
-        (Pyramid(0.3, num_sinks=1), "PyramidInfer(recent_rate=0.3, num_sinks=1)"),
+        (Pyramid(recent_rate=0.3, num_sinks=1), "PyramidInfer(recent_rate=0.3, num_sinks=1)"),
         (
             CachePolicy(None, SinkAndRecentSelector(num_sinks=2), PassAllPropagation()),
             "CachePolicy(None, SinkAndRecentSelector(retention_rate=0.1, num_sinks=2), "
@@ -46,11 +49,11 @@ from kvpolicy.policies import PyramidInfer as Pyramid
             CachePolicy(
                 SumScorer([KeyNormScorer(), WindowMaxPoolScorer(4)]),
                 GQAGroupSelector(retention_tokens=9),
-                TokenSelectivePropagation(3),
+                TokenSelectivePropagation(tsp_layer=3),
             ),
             "CachePolicy(SumScorer(scorers=[KeyNormScorer(), WindowMaxPoolScorer(window_size=4)]), "
             "GQAGroupSelector(retention_tokens=9), "
-            "TokenSelectivePropagation(tsp_layer=3, tsp_rate=0.2))",
+            "TokenSelectivePropagation(tsp_rate=0.2, tsp_layer=3))",
         ),
     ],
     ids=str,

@@ -143,7 +143,11 @@ def test_methods_of_a_selector(name: str, returns: Any, message: str) -> None:
         ("prefill_passes", lambda found: (tuple(found[0]),), "prefill_passes must return a list"),
         ("prefill_passes", lambda found: ([0.5] * 8,), "prefill_passes must end with layer_rates"),
         ("placed", lambda found: None, "placed must return a PropagationPolicy, got None"),
-        ("placed", lambda found: TokenSelectivePropagation(1), "placed must change nothing where"),
+        (
+            "placed",
+            lambda found: TokenSelectivePropagation(tsp_layer=1),
+            "placed must change nothing where",
+        ),
         ("propagate", lambda found: [[0]], "passed_on .* must be a tensor"),
         ("propagate", lambda found: torch.ones(1, 1), "passed_on .* must be torch.int64"),
         ("propagate", lambda found: torch.ones(7).long(), "passed_on .* must be of shape"),

@@ -89,7 +89,7 @@ def test_padded_queries_add_nothing() -> None:
     "scorer",
     [
         AccumulatedAttentionScorer(),
-        SumScorer([LastQueryScorer(), AccumulatedAttentionScorer()], [0.0, 2.0]),
+        SumScorer([LastQueryScorer(), AccumulatedAttentionScorer()], weights=[0.0, 2.0]),
     ],
 )
 def test_sums_in_two_parts_are_those_at_once(scorer: Any) -> None:
@@ -160,7 +160,6 @@ def test_the_most_that_is_held(selector: Any, most: int | None) -> None:
             ValueError,
             "at least 16, the window",
         ),
-        ((None, SinkAndRecentSelector(retention_tokens=9), 0), ValueError, "every must be at leas"),
         ((SnapKV(), GQAGroupSelector(retention_tokens=9)), TypeError, "scorer must be a Scorer"),
         ((None, SnapKV()), TypeError, "selector must be a KVSelector"),
     ],
@@ -170,10 +169,15 @@ def test_what_cannot_work_is_refused(arguments: Any, error: Any, match: str) -> 
         DecodingEviction(*arguments)
 
 
+def test_an_interval_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        DecodingEviction(None, SinkAndRecentSelector(retention_tokens=9), every=0)
+
+
 def test_a_policy_takes_nothing_else() -> None:
     wrong: Any = GQAGroupSelector(retention_tokens=9)
     with pytest.raises(TypeError, match="decoding must be a DecodingEviction"):
-        CachePolicy(WindowMaxPoolScorer(), GQAGroupSelector(), PassAllPropagation(), wrong)
+        CachePolicy(WindowMaxPoolScorer(), GQAGroupSelector(), PassAllPropagation(), decoding=wrong)
 
 
 def test_copies_are_held_against_each_other_and_the_newest_is_kept() -> None:
@@ -187,7 +191,7 @@ def test_copies_are_held_against_each_other_and_the_newest_is_kept() -> None:
         values=keys[None, None],
         positions=torch.arange(5)[None, None],
     )
-    scores = RedundancyScorer(1, 1, importance=0.0).score(context)[0, 0]
+    scores = RedundancyScorer(window_size=1, kernel_size=1, importance=0.0).score(context)[0, 0]
     # Of each copy the newest other one does not count: 0 and 1 have 3, 3 has 1. So 0 has 1 and 3,
     # less nothing of 1; 1 has 0 and 3 of which 3 leaves it out; 3 is what 0 and 1 leave out.
     sums = torch.tensor([2.0, 1.0, -1.0, 0.0, -1.0])

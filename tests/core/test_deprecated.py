@@ -122,7 +122,7 @@ def test_the_state_of_a_decoding_rule() -> None:
 
 
 def test_a_scorer_of_ours_has_its_earlier_names() -> None:
-    scorer = SumScorer([AccumulatedAttentionScorer()], [2.0])
+    scorer = SumScorer([AccumulatedAttentionScorer()], weights=[2.0])
     with warning(r"\w+\.carries") as told:
         assert scorer.carries == 1
     assert told[0].filename == __file__

@@ -54,7 +54,10 @@ def test_parts_of_the_wrong_kind(parts: Any) -> None:
 
 
 def test_budgets_of_one_name_are_told_apart_by_their_parts() -> None:
-    scorer, restart = WindowMaxPoolScorer(4), RestartPropagation(0, 0.2, window_size=4)
+    scorer, restart = (
+        WindowMaxPoolScorer(4),
+        RestartPropagation(filter_layer=0, retention_rate=0.2, window_size=4),
+    )
     CachePolicy(scorer, GQAGroupSelector(0.2), restart)
     message = (
         "retention_rate of GQAGroupSelector must not exceed retention_rate of RestartPropagation, "
@@ -108,9 +111,9 @@ def test_the_registry_knows_the_kinds() -> None:
         "fastkv",
         "full_context",
         "snapkv",
-        "streaming_llm",
+        "streamingllm",
     }
-    assert "window_max_pool" in kvpolicy.registered("scorer")
+    assert "window_max_pool_scorer" in kvpolicy.registered("scorer")
     everything = kvpolicy.registered()
     kinds = [kvpolicy.registered(kind) for kind in ("policy", "scorer", "selector", "propagation")]
     assert sum(map(len, kinds)) == len(everything)
@@ -121,7 +124,7 @@ def test_the_registry_knows_the_kinds() -> None:
 
 def test_building_by_name() -> None:
     assert kvpolicy.build("fastkv", tsp_layer=3) == FastKV(tsp_layer=3)
-    near = r"named 'fastkw' \(did you mean fastkv\?\); known: ada_kv, chunk_kv, "
+    near = r"named 'fastkw' \(did you mean fastkv\?\); known: adakv, chunkkv, "
     assert kvpolicy.build("full-context").prefill_compute_rate(5) == 1.0
     with pytest.raises(UnknownPolicyError, match=near):
         kvpolicy.build("fastkw")

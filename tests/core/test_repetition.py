@@ -104,7 +104,7 @@ def test_a_reading_that_nothing_is_scored_by(parts: Any) -> None:
 
 
 def test_a_reading_of_a_prompt_of_which_tokens_are_dropped() -> None:
-    policy = CachePolicy(*PARTS[:2], TokenSelectivePropagation(1), rereading=Repetition())
+    policy = CachePolicy(*PARTS[:2], TokenSelectivePropagation(tsp_layer=1), rereading=Repetition())
     with pytest.raises(ValueError, match="rereading must be None where tokens are dropped"):
         policy.check_model(4)
 

@@ -48,10 +48,10 @@ def message(function, *arguments, **options):
 """
 SCRIPT = """
 print(message(check_scorer, WindowMaxPoolScorer(3)))
-print(message(check_selector, GQAGroupSelector(0.3, 2), GQAGroupSelector(0.4, 2)))
+print(message(check_selector, *(GQAGroupSelector(rate, window_size=2) for rate in (0.3, 0.4))))
 print(message(check_propagation, TokenSelectivePropagation(tsp_rate=0.3, window_size=2)))
 print(message(check_scorer, Doubled(3)))
-print(message(check_selector, Flipped(0.3, 2)))
+print(message(check_selector, Flipped(0.3, window_size=2)))
 print(message(check_propagation, PassesAll(tsp_rate=0.3, window_size=2)))
 print(message(check_scorer, WindowMaxPoolScorer(3), shrink=True))
 print(message(layer_contexts))

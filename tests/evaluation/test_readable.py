@@ -59,16 +59,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def asked(command: str, folder: Path, model: str) -> list[str]:
     """A command about the long prompt, that takes no time."""
-    file = "--prompts" if command in ("compare", "calibrate") else "--prompt-file"
+    file = "--prompts-file" if command in ("compare", "calibrate") else "--prompt-file"
     given = {
-        "compare": ["-p", "snapkv", "--rounds", "1", "--new-tokens", "2", "--threads", "1"],
+        "compare": ["-p", "snapkv", "--rounds", "1", "--answer-tokens", "2", "--threads", "1"],
         "calibrate": ["--threads", "1"],
-        "generate": ["--max-new-tokens", "2"],
+        "generate": ["--answer-tokens", "2"],
         "analyze": ["--top-k", "8"],
         "compress": [],
         "eval": ["--tasks", "local_generate_until", "--include", str(folder), "--threads", "1"],
     }[command]
-    path = str(folder / ("long.jsonl" if file == "--prompts" else "long.txt"))
+    path = str(folder / ("long.jsonl" if file == "--prompts-file" else "long.txt"))
     prompt = [] if command == "eval" else [file, path]
     out = ["--out", str(folder / f"{command}-{model}")] if command in ("eval", "compare") else []
     return [command, "--model", str(folder / model), *prompt, *given, *out]
@@ -136,7 +136,7 @@ def test_answers_in_words_that_nobody_knows(run: Run, tmp_path: Path) -> None:
     for answer, got in (("zebra", "got 1 unknown"), ("s1 zebra", "got one that it does not")):
         file = tmp_path / "questions.jsonl"
         file.write_text(json.dumps({"prompt": "KEY s110 s89", "answer": answer}) + "\n")
-        status, out, err = run("compare", "-p", "snapkv", "--prompts", file)
+        status, out, err = run("compare", "-p", "snapkv", "--prompts-file", file)
         assert (status, out) == (1, "")
         assert "the answer in line 1 of" in err
         assert got in err

@@ -18,7 +18,7 @@ from tests.reference import PAD_TOKEN_ID, random_tokens, tiny_model
 POLICIES = {
     "snapkv": SnapKV(0.3),
     "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3),
-    "gem_filter": GemFilter(retention_tokens=17),
+    "gemfilter": GemFilter(retention_tokens=17),
 }
 MESSAGE = r"in row {} the token at position {} was \d+, got \d+; .*reset\(\)"
 

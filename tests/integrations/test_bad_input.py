@@ -280,7 +280,7 @@ BOUNDED = CachePolicy(
     None,
     KeepAllSelector(),
     PassAllPropagation(),
-    DecodingEviction(None, SinkAndRecentSelector(retention_tokens=8), every=10**15),
+    decoding=DecodingEviction(None, SinkAndRecentSelector(retention_tokens=8), every=10**15),
 )
 
 

@@ -26,16 +26,16 @@ from tests.reference import ReferenceState, random_tokens, tiny_model
 
 EVICTING: dict[str, CachePolicy] = {
     "full_context": FullContext(),
-    "streaming_llm": StreamingLLM(0.4),
+    "streamingllm": StreamingLLM(0.4),
     "snapkv": SnapKV(0.4),
     "h2o": H2O(0.4),
-    "key_diff": KeyDiff(0.4),
+    "keydiff": KeyDiff(0.4),
 }
 POLICIES = {
     **EVICTING,
     "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3),
-    "gem_filter": GemFilter(retention_rate=0.4),
-    "pyramid_infer": PyramidInfer(min_context=8),
+    "gemfilter": GemFilter(retention_rate=0.4),
+    "pyramidinfer": PyramidInfer(min_context=8),
 }
 NEW = 12
 

@@ -37,21 +37,26 @@ from tests.reference import random_tokens, tiny_model
 GEM = GemFilter(filter_layer=2, retention_rate=0.3)
 POLICIES: dict[str, CachePolicy] = {
     "full_context": FullContext(),
-    "streaming_llm": StreamingLLM(0.3),
+    "streamingllm": StreamingLLM(0.3),
     "snapkv": SnapKV(0.3),
     "h2o": H2O(0.3),
-    "pyramid_kv": PyramidKV(0.3),
-    "ada_kv": AdaKV(0.3),
+    "pyramidkv": PyramidKV(0.3),
+    "adakv": AdaKV(0.3),
     "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3),
     "staged": CachePolicy(
         WindowMaxPoolScorer(4),
         GQAGroupSelector(0.25, window_size=4),
         StagedPropagation(
-            [TokenSelectivePropagation(layer, 0.8 - 0.2 * layer, 4) for layer in (0, 2)]
+            [
+                TokenSelectivePropagation(
+                    tsp_layer=layer, tsp_rate=0.8 - 0.2 * layer, window_size=4
+                )
+                for layer in (0, 2)
+            ]
         ),
     ),
-    "pyramid_infer": PyramidInfer(min_context=8),
-    "gem_filter": GEM,
+    "pyramidinfer": PyramidInfer(min_context=8),
+    "gemfilter": GEM,
 }
 
 
@@ -155,8 +160,8 @@ class ThroughAnotherCache(nn.Module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("inner", ["fastkv", "gem_filter"])
-@pytest.mark.parametrize("outer", ["fastkv", "gem_filter", "snapkv"])
+@pytest.mark.parametrize("inner", ["fastkv", "gemfilter"])
+@pytest.mark.parametrize("outer", ["fastkv", "gemfilter", "snapkv"])
 def test_a_forward_inside_another_caches_forward(outer: str, inner: str) -> None:
     model = tiny_model("llama", seed=1)
     expected = [
@@ -181,9 +186,9 @@ def forward_of(
 @pytest.mark.parametrize(
     "pair",
     [
-        ("gem_filter", "gem_filter"),
-        ("gem_filter", "fastkv"),
-        ("ada_kv", "pyramid_infer"),
+        ("gemfilter", "gemfilter"),
+        ("gemfilter", "fastkv"),
+        ("adakv", "pyramidinfer"),
         ("staged", "h2o"),
     ],
     ids="+".join,

@@ -43,11 +43,11 @@ from tests.reference import tiny_model
 
 POLICIES = {
     "full_context": FullContext(),
-    "streaming_llm": StreamingLLM(0.3),
+    "streamingllm": StreamingLLM(0.3),
     "snapkv": SnapKV(retention_tokens=12),
     "fastkv": FastKV(tsp_layer=1, tsp_rate=0.4, retention_tokens=12),
     "adakv": AdaKV(retention_tokens=12),
-    "gem_filter": GemFilter(filter_layer=1, retention_tokens=12),
+    "gemfilter": GemFilter(filter_layer=1, retention_tokens=12),
     "gapless": attrs.evolve(StreamingLLM(0.3), gapless=True),
 }
 BOUNDED = {

@@ -49,12 +49,12 @@ def test_registered_parts(kind: str, factory: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "part"),
     [
-        ("scorer", WindowMaxPoolScorer(1, 1)),
-        ("scorer", WindowMaxPoolScorer(3, 5)),
-        ("scorer", ValueAwareScorer(WindowMaxPoolScorer(3, 1))),
+        ("scorer", WindowMaxPoolScorer(1, kernel_size=1)),
+        ("scorer", WindowMaxPoolScorer(3, kernel_size=5)),
+        ("scorer", ValueAwareScorer(WindowMaxPoolScorer(3, kernel_size=1))),
         ("scorer", ValueAwareScorer(KeyNormScorer())),
-        ("scorer", SumScorer([WindowMaxPoolScorer(3), KeyDiffScorer()], [1.0, 0.5])),
-        ("scorer", MaxScorer([LastQueryScorer(), WindowMaxPoolScorer(4, 3)])),
+        ("scorer", SumScorer([WindowMaxPoolScorer(3), KeyDiffScorer()], weights=[1.0, 0.5])),
+        ("scorer", MaxScorer([LastQueryScorer(), WindowMaxPoolScorer(4, kernel_size=3)])),
         ("scorer", SumScorer([AccumulatedAttentionScorer(), WindowMaxPoolScorer(3)])),
         ("scorer", RandomScorer(seed=2**70)),
         ("selector", GQAGroupSelector(0.3, window_size=2)),
@@ -71,21 +71,29 @@ def test_registered_parts(kind: str, factory: Any) -> None:
         ("selector", AdaptiveHeadSelector(retention_tokens=9, window_size=3, protect=4)),
         ("selector", GlobalThresholdSelector(0.3, window_size=0)),
         ("selector", GlobalThresholdSelector(retention_tokens=9, window_size=3, protect=4)),
-        ("scorer", WeightedTailScorer(0.5, distance_weight=3.0)),
-        ("propagation", PyramidPropagation(0.1, 0.2, num_sinks=2, min_context=0)),
+        ("scorer", WeightedTailScorer(recent_rate=0.5, distance_weight=3.0)),
+        (
+            "propagation",
+            PyramidPropagation(recent_rate=0.1, decay_ratio=0.2, protect=2, min_context=0),
+        ),
         ("propagation", TokenSelectivePropagation(tsp_rate=0.3, window_size=2)),
-        ("propagation", TokenSelectivePropagation(0, tsp_tokens=7, window_size=1)),
+        ("propagation", TokenSelectivePropagation(tsp_layer=0, tsp_tokens=7, window_size=1)),
         ("propagation", TokenSelectivePropagation(tsp_rate=0.1, window_size=1, protect=6)),
         (
             "propagation",
             StagedPropagation(
                 [
-                    TokenSelectivePropagation(5, tsp_tokens=9, window_size=1, protect=2),
-                    TokenSelectivePropagation(2, tsp_tokens=4, window_size=2, protect=7),
+                    TokenSelectivePropagation(tsp_layer=5, tsp_tokens=9, window_size=1, protect=2),
+                    TokenSelectivePropagation(tsp_layer=2, tsp_tokens=4, window_size=2, protect=7),
                 ]
             ),
         ),
-        ("propagation", StagedPropagation([PyramidPropagation(0.1, 0.2, min_context=0)])),
+        (
+            "propagation",
+            StagedPropagation(
+                [PyramidPropagation(recent_rate=0.1, decay_ratio=0.2, min_context=0)]
+            ),
+        ),
     ],
     ids=str,
 )
@@ -96,19 +104,22 @@ def test_other_parameters(kind: str, part: Any) -> None:
 @pytest.mark.parametrize(
     ("part", "larger"),
     [
-        (PyramidSelector(0.1, 2), PyramidSelector(0.25, 2)),
-        (PyramidSelector(0.5, 0, beta=3), PyramidSelector(0.8, 0, beta=3)),
+        (PyramidSelector(0.1, window_size=2), PyramidSelector(0.25, window_size=2)),
+        (PyramidSelector(0.5, window_size=0, beta=3), PyramidSelector(0.8, window_size=0, beta=3)),
         (
             PyramidSelector(retention_tokens=4, window_size=1, protect=3),
             PyramidSelector(retention_tokens=5, window_size=1, protect=3),
         ),
-        (AdaptiveHeadSelector(0.1, 2), AdaptiveHeadSelector(0.25, 2)),
-        (AdaptiveHeadSelector(0.5, 0, floor=0.5), AdaptiveHeadSelector(0.8, 0, floor=0.5)),
+        (AdaptiveHeadSelector(0.1, window_size=2), AdaptiveHeadSelector(0.25, window_size=2)),
+        (
+            AdaptiveHeadSelector(0.5, window_size=0, floor=0.5),
+            AdaptiveHeadSelector(0.8, window_size=0, floor=0.5),
+        ),
         (
             AdaptiveHeadSelector(retention_tokens=9, window_size=1, floor=0.0, protect=3),
             AdaptiveHeadSelector(retention_tokens=10, window_size=1, floor=0.0, protect=3),
         ),
-        (GlobalThresholdSelector(0.1, 2), GlobalThresholdSelector(0.25, 2)),
+        (GlobalThresholdSelector(0.1, window_size=2), GlobalThresholdSelector(0.25, window_size=2)),
         (
             GlobalThresholdSelector(retention_tokens=9, window_size=1, protect=3),
             GlobalThresholdSelector(retention_tokens=10, window_size=1, protect=3),

@@ -120,9 +120,9 @@ def test_a_later_turn_protects_by_original_position() -> None:
     """Of 30 tokens seen, those at 0, 2, 3 and 20 are held and the last six are new."""
     later = context([0, 2, 3, 20, *range(24, 30)], seen_len=30, new=6)
     for selector in (
-        GQAGroupSelector(0.2, 2, protect=3),
-        AdaptiveHeadSelector(0.2, 2, protect=3),
-        PyramidSelector(0.2, 2, beta=1, protect=3),
+        GQAGroupSelector(0.2, window_size=2, protect=3),
+        AdaptiveHeadSelector(0.2, window_size=2, protect=3),
+        PyramidSelector(0.2, window_size=2, beta=1, protect=3),
     ):
         # 6 = int(30 * 0.2): tokens 0 and 2 of the first three, the window, the two before it.
         assert selector.select(RISING, later).tolist() == [[[0, 1, 6, 7, 8, 9]]]
@@ -139,7 +139,7 @@ def test_a_later_turn_protects_by_original_position() -> None:
     ],
 )
 def test_propagation_on_paper(protect: int, tokens: int, expected: list[int] | None) -> None:
-    part = TokenSelectivePropagation(0, window_size=2, tsp_tokens=tokens, protect=protect)
+    part = TokenSelectivePropagation(tsp_layer=0, window_size=2, tsp_tokens=tokens, protect=protect)
     passed = part.propagate(RISING, context(list(range(10)), seen_len=10))
     assert (None if passed is None else passed.tolist()) == (
         None if expected is None else [expected]
@@ -149,7 +149,7 @@ def test_propagation_on_paper(protect: int, tokens: int, expected: list[int] | N
 def test_propagation_protects_among_the_new_tokens_only() -> None:
     """Tokens 0 to 3 are held from before, 4 to 9 new: of the first six, two are new."""
     later = context(list(range(10)), seen_len=10, new=6)
-    part = TokenSelectivePropagation(0, window_size=1, tsp_tokens=3, protect=6)
+    part = TokenSelectivePropagation(tsp_layer=0, window_size=1, tsp_tokens=3, protect=6)
     assert part.protected(later).tolist() == [[True, True, False, False, False, True]]
     passed = part.propagate(RISING, later)
     assert passed is not None
@@ -186,8 +186,8 @@ def test_every_method_keeps_what_is_protected_and_at_zero_is_as_without(
     if shown is not None:
         first = max(layer.query_len - shown, 0)
         layer = attrs.evolve(layer, queries=layer.queries[:, :, first:])
-    decision = build(0.02 if build is not FastKV else None, protect=protect).decide(layer)
-    bare = build(0.02 if build is not FastKV else None).decide(layer)
+    decision = build(0.02, protect=protect).decide(layer)
+    bare = build(0.02).decide(layer)
     if not protect:
         assert torch.equal(decision.kept, bare.kept)
     for row in range(layer.batch):
@@ -199,7 +199,9 @@ def test_every_method_keeps_what_is_protected_and_at_zero_is_as_without(
 
 
 def test_fastkv_passes_on_what_it_protects() -> None:
-    policy = FastKV(0, 0.2, 0.1, window_size=1, kernel_size=1, protect=3)
+    policy = FastKV(
+        tsp_layer=0, tsp_rate=0.2, retention_rate=0.1, window_size=1, kernel_size=1, protect=3
+    )
     whole = context(list(range(40)), seen_len=40)
     # The last query asks for late keys.
     keys = torch.arange(40.0)[:, None].expand(1, 1, 40, 3)
@@ -212,7 +214,9 @@ def test_fastkv_passes_on_what_it_protects() -> None:
 def test_a_selector_protects_what_reaches_its_layer() -> None:
     """The propagation protects nothing, so that of the first five tokens 1 and 4 reach this."""
     policy = CachePolicy(
-        KeyNormScorer(), GQAGroupSelector(0.2, 1, protect=5), TokenSelectivePropagation(0)
+        KeyNormScorer(),
+        GQAGroupSelector(0.2, window_size=1, protect=5),
+        TokenSelectivePropagation(tsp_layer=0),
     )
     here = attrs.evolve(context([1, 4, 6, 7, 8, 18, 19], seen_len=20), layer_idx=1)
     assert set(policy.decide(here).kept.flatten().tolist()) >= {0, 1, 6}
@@ -227,7 +231,7 @@ def test_protected_tokens_count_in_rates_of_a_number_of_tokens() -> None:
     ):
         assert selector.kept_rates(2, context_len=100) == [0.2, 0.2]
         assert selector.kept_rates(1, context_len=10) == [1.0]
-    part = TokenSelectivePropagation(0, tsp_tokens=5, window_size=4, protect=16)
+    part = TokenSelectivePropagation(tsp_layer=0, tsp_tokens=5, window_size=4, protect=16)
     assert part.layer_rates(2, context_len=100) == [1.0, 0.2]
 
 
@@ -239,7 +243,7 @@ def test_protect_is_by_name_only(build: Callable[..., CachePolicy]) -> None:
     with pytest.raises(TypeError, match="protect must be an int, got 0.5"):
         build(protect=0.5)
     with pytest.raises(TypeError, match="positional"):
-        build(*[0.1 if build is not FastKV else None, *[None] * 6])
+        build(*[0.1] * 8)
 
 
 @pytest.mark.parametrize(
@@ -308,6 +312,6 @@ def test_the_contract_finds_parts_that_do_not_protect() -> None:
 
 def test_the_contract_finds_a_larger_budget_that_drops() -> None:
     with pytest.raises(AssertionError, match="a larger budget must only add tokens"):
-        check_selector(PyramidSelector(0.4, 2), PyramidSelector(0.2, 2))
+        check_selector(PyramidSelector(0.4, window_size=2), PyramidSelector(0.2, window_size=2))
     with pytest.raises(TypeError, match="component must be a KVSelector"):
         check_selector(PyramidSelector(), TokenSelectivePropagation())  # type: ignore[arg-type]

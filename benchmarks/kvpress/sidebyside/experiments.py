@@ -15,19 +15,19 @@ from sidebyside.processes import Worker
 from sidebyside.prompts import random_prompt
 from sidebyside.summary import LIBRARIES, agreements, kept_counts, share_right, turns_of
 
-METHODS = ("snapkv", "streaming_llm", "h2o", "tova", "key_diff", "pyramid_kv")
+METHODS = ("snapkv", "streamingllm", "h2o", "tova", "keydiff", "pyramidkv")
 COMPARED = (
     *METHODS,
     "key_norm",
-    "ada_kv",
-    "lag_kv",
-    "cur_dkv",
-    "chunk_kv",
+    "adakv",
+    "lagkv",
+    "curdkv",
+    "chunkkv",
     "expected_attention",
     "leverage",
     "chunk_attention",
     "compactor",
-    "critical_kv",
+    "criticalkv",
     "critical_ada_kv",
     "kvzip",
 )
@@ -203,7 +203,7 @@ def turns(bench: Bench) -> Rows:
     """Run a second conversation turn, through ``generate`` and through a hand-written loop."""
     first, added = (random_prompt(20 + length, length) for length in TURN_LENGTHS)
     found = []
-    for method in ("streaming_llm", "snapkv", "pyramid_kv"):
+    for method in ("streamingllm", "snapkv", "pyramidkv"):
         for way in ("generate", "loop"):
             tell(f"second turn by {way}: {method}")
             for library, facts in bench.ask_both(

@@ -32,10 +32,10 @@ def as_kvpress(method: str, settings: Settings) -> CachePolicy:
     """Return the policy that keeps the same tokens as a press."""
     rate = settings["rate"]
     named: dict[str, CachePolicy] = {
-        "streaming_llm": StreamingLLM(rate, num_sinks=settings["num_sinks"]),
-        "key_diff": KeyDiff(rate, window_size=0),
+        "streamingllm": StreamingLLM(rate, num_sinks=settings["num_sinks"]),
+        "keydiff": KeyDiff(rate, window_size=0),
         "key_norm": KeyNorm(rate, window_size=0),
-        "cur_dkv": CurDKV(rate, window_size=0),
+        "curdkv": CurDKV(rate, window_size=0),
         "expected_attention": ExpectedAttention(rate, window_size=0),
     }
     if method in named:
@@ -43,9 +43,9 @@ def as_kvpress(method: str, settings: Settings) -> CachePolicy:
     if method == "kvzip":
         return CachePolicy(
             PeakAttentionScorer(),
-            selectors.PressThresholdSelector(rate, 0, protect=settings["num_sinks"]),
+            selectors.PressThresholdSelector(rate, window_size=0, protect=settings["num_sinks"]),
             PassAllPropagation(),
-            reading=Repetition(**REPETITION),
+            rereading=Repetition(**REPETITION),
         )
     scorer, selector = _parts(method, settings)
     return CachePolicy(scorer, selector, PassAllPropagation())
@@ -53,25 +53,28 @@ def as_kvpress(method: str, settings: Settings) -> CachePolicy:
 
 def _parts(method: str, settings: Settings) -> tuple[Any, Any]:
     rate, size = settings["rate"], settings["window_size"]
-    window = WindowMeanPoolScorer(size, settings["kernel_size"])
+    window = WindowMeanPoolScorer(size, kernel_size=settings["kernel_size"])
     epsilon = size * 1e-4  # kvpress takes the mean over the window, kvpolicy the sum
-    every_key, but_window = GQAGroupSelector(rate, 0), GQAGroupSelector(rate, size)
-    heads = selectors.PressAdaptiveSelector(rate, size)
+    every_key, but_window = (
+        GQAGroupSelector(rate, window_size=0),
+        GQAGroupSelector(rate, window_size=size),
+    )
+    heads = selectors.PressAdaptiveSelector(rate, window_size=size)
     compactor = SumScorer(
-        [scorers.DrawnLeverageScorer(), scorers.ZeroPaddedChunkScorer()], [1 - rate, 1.0]
+        [scorers.DrawnLeverageScorer(), scorers.ZeroPaddedChunkScorer()], weights=[1 - rate, 1.0]
     )
     parts: dict[str, tuple[Any, Any]] = {
         "snapkv": (window, but_window),
-        "pyramid_kv": (window, selectors.PressPyramidSelector(rate, size)),
-        "ada_kv": (window, heads),
-        "chunk_kv": (window, selectors.PressChunkSelector(rate, size)),
-        "critical_kv": (window, CriticalSelector(but_window, epsilon=epsilon)),
+        "pyramidkv": (window, selectors.PressPyramidSelector(rate, window_size=size)),
+        "adakv": (window, heads),
+        "chunkkv": (window, selectors.PressChunkSelector(rate, window_size=size)),
+        "criticalkv": (window, CriticalSelector(but_window, epsilon=epsilon)),
         "critical_ada_kv": (window, selectors.PressCriticalAdaSelector(heads, epsilon=epsilon)),
         "h2o": (scorers.MeanAttentionScorer(), every_key),
         "tova": (scorers.AllHeadsLastQueryScorer(), GQAGroupSelector(rate, window_size=1)),
-        "lag_kv": (scorers.TiedLagScorer(), selectors.TopKSelector(rate, 0)),
-        "leverage": (scorers.DrawnLeverageScorer(0, 0), every_key),
-        "chunk_attention": (scorers.ZeroPaddedChunkScorer(0, 0), every_key),
-        "compactor": (compactor, GQAGroupSelector(rate, 4, protect=8)),
+        "lagkv": (scorers.TiedLagScorer(), selectors.TopKSelector(rate, window_size=0)),
+        "leverage": (scorers.DrawnLeverageScorer(num_sinks=0, window_size=0), every_key),
+        "chunk_attention": (scorers.ZeroPaddedChunkScorer(num_sinks=0, window_size=0), every_key),
+        "compactor": (compactor, GQAGroupSelector(rate, window_size=4, protect=8)),
     }
     return parts[method]

@@ -19,7 +19,7 @@ from kvpolicy.evaluation.analysis.oracle_study import (
 )
 from kvpolicy.evaluation.commands.work.terminal import load_shown, progress_bar, show_written
 from kvpolicy.interfaces import Scorer
-from kvpolicy.registry import check_names, registered
+from kvpolicy.registry import check_names, name_of, registered
 
 # Of layers, beside a scorer's name, so that a table fits 80 columns.
 MAX_COLUMNS = 8
@@ -52,7 +52,7 @@ def chosen_scorers(names: Sequence[str]) -> dict[str, Scorer]:
     check_names({"scorer": [asked.name for asked in parsed.values()]})
     for written, asked in parsed.items():
         try:
-            part = known[asked.name.replace("-", "_")](**asked.parameters)
+            part = known[name_of(asked.name, "scorer")](**asked.parameters)
         except TypeError as error:
             raise ValueError(f"--scorer {written}: {error}") from error
         assert isinstance(part, Scorer)

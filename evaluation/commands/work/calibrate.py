@@ -119,7 +119,7 @@ def _check(options: CalibrateOptions, tsp_rate: float) -> None:
         read_text(options.prompts, "prompts file")
     elif options.model != NEEDLE:
         raise ValueError(
-            f"--prompts must be given with --model {options.model}: the needle task is in the "
+            f"--prompts-file must be given with --model {options.model}: the needle task is in the "
             "bundled model's own tokens"
         )
 

@@ -34,7 +34,7 @@ from kvpolicy.evaluation.tasks.prompts import read_prompt, read_text
 def run_compress(options: CompressOptions) -> None:
     """Do what `kvpolicy compress` does."""
     out, json_file = options.out, options.json_file
-    for option, file in (("--out", out), ("--json", json_file)):
+    for option, file in (("--out-file", out), ("--json", json_file)):
         if file is not None:
             check_file(option, file)
     check_extent(options.rate, options.tokens, options.chunk, options.align)
@@ -77,7 +77,7 @@ def _scorer(options: CompressOptions) -> PromptScorer:
     if options.scorer is None and options.filter_layer is None:
         given = {"steps": options.look_ahead, "kernel_size": options.pool}
         return LookAheadScorer(**{name: value for name, value in given.items() if value})
-    for option, value in (("--look-ahead", options.look_ahead), ("--pool", options.pool)):
+    for option, value in (("--look-ahead", options.look_ahead), ("--kernel-size", options.pool)):
         if value is not None:
             raise ValueError(
                 f"{option} must not be given with --scorer or --filter-layer, which decode "

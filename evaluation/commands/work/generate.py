@@ -38,7 +38,7 @@ def run_generate(options: GenerateOptions) -> None:
         input_ids.shape[1],
         options.max_new_tokens,
         beyond=options.beyond_positions,
-        remedy="a shorter prompt, fewer --max-new-tokens",
+        remedy="a shorter prompt, fewer --answer-tokens",
     )
     begin = time.perf_counter()
     with Console(stderr=True).status(f"reading {input_ids.shape[1]:,} tokens") as reading:

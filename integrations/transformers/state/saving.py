@@ -213,7 +213,7 @@ class SavedCache:
             raise ValueError(f"policy must be given to load {path}: {error}") from None
 
     def _same(self, path: str | os.PathLike[str], policy: CachePolicy) -> CachePolicy:
-        if describe(policy) != self.policy:
+        if describe(policy) != with_new_names(self.policy):
             raise ValueError(
                 f"policy must be the one that filled the cache in {path}, which is "
                 f"{_named(self.policy)}, got {policy}"
@@ -346,7 +346,7 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
         if name.startswith("propagated.")
     }
     return SavedCache(
-        with_new_names(json.loads(metadata["policy"])),
+        json.loads(metadata["policy"]),
         ModelFingerprint.unpacked(metadata["model"], tensors["model.samples"]),
         tokens,
         layers,

@@ -487,7 +487,18 @@ def test_many_shares_of_attention_take_several_tables(run: Run, tmp_path: Path) 
 
 def test_command_on_files(run: Run, prompt_file: Path, tmp_path: Path) -> None:
     """One prompt a file, other layers and numbers; a second run replaces the first one's files."""
-    arguments = ("--recall-k", 3, "--recall-k", 1, "--layer", 4, "--window", 6, "--tsp-rate", 0.5)
+    arguments = (
+        "--recall-k",
+        3,
+        "--recall-k",
+        1,
+        "--layer",
+        4,
+        "--window-size",
+        6,
+        "--tsp-rate",
+        0.5,
+    )
     files = ("--prompt-file", prompt_file, "--prompt-file", prompt_file)
     out = tmp_path / "out"
     for _ in range(2):
@@ -509,7 +520,7 @@ def test_command_on_files(run: Run, prompt_file: Path, tmp_path: Path) -> None:
     [
         (["-k", "97"], "k must be at most the prompt's 96 tokens, got 97"),
         (["--recall-k", "97"], "each of ks must be at most the prompt's 96 tokens, got 97"),
-        (["--window", "97"], "window_size must be at most the prompt's 96 tokens, got 97"),
+        (["--window-size", "97"], "window_size must be at most the prompt's 96 tokens, got 97"),
         (["--layer", "6"], "each of layers must be in [0, 5] for a model of 6 layers, got 6"),
         (["--layer", "1", "--layer", "1"], "each once, got [1, 1]"),
         (["--tsp-rate", "0"], "tsp_rate must be in (0, 1], got 0.0"),

@@ -103,7 +103,7 @@ def test_the_truth_ranks_itself() -> None:
     """A window over the answer would know; here scorers see the prompt and are told apart."""
     model = model_of()
     truth = answer_attention(model, PROMPT, ANSWER, kernel_size=1)
-    scorers = {"window": WindowMaxPoolScorer(4, 1), "norm": KeyNormScorer()}
+    scorers = {"window": WindowMaxPoolScorer(4, kernel_size=1), "norm": KeyNormScorer()}
     found = rank_scorers(model, PROMPT, scorers, truth, window_size=4)
     assert set(found) == set(scorers)
     for each in found.values():
@@ -136,7 +136,7 @@ def test_too_few_tokens_to_rank() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["analyze", "--oracle", "--context", "128", "--count", "2", "--answer-tokens", "1"]
-    out = ["--pool", "1", "--out", str(tmp_path)]
+    out = ["--kernel-size", "1", "--out", str(tmp_path)]
     assert main([*common, "--scorer", "last_query", "--scorer", "key_norm_scorer", *out]) == 0
     printed = capsys.readouterr().out
     data = json.loads((tmp_path / "oracle.json").read_text())
@@ -155,7 +155,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--answer-tokens", "3"], "--answer-tokens must be given with --oracle"),
         (["--oracle", "--scorer", "best"], "no scorer is named 'best'; known: accumulated"),
         (["--oracle", "--scorer", "last_query:width=3"], "--scorer last_query:width=3: "),
-        (["--oracle", "--pool", "4"], "kernel_size must be odd"),
+        (["--oracle", "--kernel-size", "4"], "kernel_size must be odd"),
     ],
 )
 def test_options_that_are_refused(

@@ -45,7 +45,10 @@ def last_state(model: PreTrainedModel, ids: Tensor, layer: int | None, rate: flo
     """The last token's final hidden state; run as the model runs, with a drop after a layer."""
     if layer is None:
         return model.get_decoder()(ids[None]).last_hidden_state[0, -1].double()
-    scorer, drop = WindowMaxPoolScorer(4, 3), TokenSelectivePropagation(layer, rate, 4)
+    scorer, drop = (
+        WindowMaxPoolScorer(4, kernel_size=3),
+        TokenSelectivePropagation(tsp_layer=layer, tsp_rate=rate, window_size=4),
+    )
     cache = PolicyCache(CachePolicy(scorer, KeepAllSelector(), drop))
     with cache.attached(model):
         output = model.get_decoder()(ids[None], past_key_values=cache)

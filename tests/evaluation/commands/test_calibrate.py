@@ -118,7 +118,7 @@ def test_prompts_of_a_file(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     text = load().tokenizer.decode(list(needle_prompts(128, 2, 7)[0].input_ids))
     file.write_text(json.dumps({"prompt": text, "answer": "f1"}) + "\n")
-    status, shown, _ = run("--prompts", file, "--threads", 1, "--out", tmp_path / "out")
+    status, shown, _ = run("--prompts-file", file, "--threads", 1, "--out", tmp_path / "out")
     assert status == 0
     assert "mean over 1 prompt of 128 tokens" in shown
     data = json.loads((tmp_path / "out" / "calibrate.json").read_text())
@@ -126,7 +126,7 @@ def test_prompts_of_a_file(run: Run, tmp_path: Path) -> None:
     assert "seed" not in data
     file.write_text('{"prompt": "f1 f2", "answer": "f1"}\n')
     said = "calibration_inputs[0] must be longer than window_size, 8 tokens, got 2"
-    fails(run("--prompts", file, "--threads", 1, "--out", tmp_path / "never"), 1, said)
+    fails(run("--prompts-file", file, "--threads", 1, "--out", tmp_path / "never"), 1, said)
     assert not (tmp_path / "never").exists()
 
 
@@ -143,8 +143,8 @@ def test_prompts_of_a_file(run: Run, tmp_path: Path) -> None:
         (["--count", "1"], 2, "Invalid value for '--count'"),
         (["--threads", "100000"], 1, "threads must be at most the machine's"),
         (["--threads", "0"], 2, "Invalid value for '--threads'"),
-        (["--prompts", "no-such.jsonl"], 1, "prompts file no-such.jsonl does not exist"),
-        (["--model", "some/model"], 1, "--prompts must be given with --model some/model"),
+        (["--prompts-file", "no-such.jsonl"], 1, "prompts file no-such.jsonl does not exist"),
+        (["--model", "some/model"], 1, "--prompts-file must be given with --model some/model"),
         (["--dtype", "int7"], 1, "dtype must be one of auto"),
         (["--out", __file__], 1, "out must be a folder"),
     ],

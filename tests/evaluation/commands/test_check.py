@@ -50,7 +50,7 @@ def test_kinds_and_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "layers of sliding window" in out
     assert rows_of(out)["fastkv"].strip() == "yes"
-    assert rows_of(out)["gem_filter"].startswith("no: context must fit the sliding")
+    assert rows_of(out)["gemfilter"].startswith("no: context must fit the sliding")
 
 
 def test_what_cannot_work_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,11 +77,11 @@ def test_attention_that_shows_no_queries(
     work = {name for name, each in rows_of(out).items() if each.strip() == "yes"}
     assert work == {
         "full_context",
-        "streaming_llm",
+        "streamingllm",
         "key_norm",
-        "key_diff",
-        "lag_kv",
-        "cur_dkv",
+        "keydiff",
+        "lagkv",
+        "curdkv",
         "random",
     }
 

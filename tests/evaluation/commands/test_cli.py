@@ -103,7 +103,7 @@ def test_wrong_command_line(run: Run, arguments: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--policy", "nope"], "no policy is named 'nope'; known: ada_kv, chunk_kv, "),
+        (["--policy", "nope"], "no policy is named 'nope'; known: adakv, chunkkv, "),
         (["--rate", "0"], "retention_rate must be in (0, 1], got 0.0"),
         (["--rate", "1.5"], "retention_rate must be in (0, 1], got 1.5"),
         (["--threads", "100000"], "threads must be at most the machine's"),
@@ -111,30 +111,30 @@ def test_wrong_command_line(run: Run, arguments: list[str], said: str) -> None:
         (["--device", "abacus"], "device must be one torch can use here, got 'abacus'"),
         (["--tsp-layer", "6"], "tsp_layer must be in [0, 5]"),
         (["--model", "./no/such"], "model ./no/such does not exist"),
-        (["--model", "some/model"], "--prompts must be given with --model some/model"),
-        (["--prompts", "no-such.jsonl"], "prompts file no-such.jsonl does not exist"),
+        (["--model", "some/model"], "--prompts-file must be given with --model some/model"),
+        (["--prompts-file", "no-such.jsonl"], "prompts file no-such.jsonl does not exist"),
     ],
 )
 def test_compare_bad_input(run: Run, arguments: list[str], said: str) -> None:
     if arguments[0] == "--model" and "does not exist" in said:
-        arguments = [*arguments, "--prompts", __file__]
+        arguments = [*arguments, "--prompts-file", __file__]
     fails(run("compare", *arguments), 1, said)
 
 
 def test_compare_bad_prompts_and_folders(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("")
-    fails(run("compare", "--prompts", file), 1, "is empty")
+    fails(run("compare", "--prompts-file", file), 1, "is empty")
     file.write_text('{"prompt": "f1", "answer": "f2"}\n{"prompt": "f1"}\n')
-    fails(run("compare", "--prompts", file), 1, f"line 2 of {file} must be a JSON object")
+    fails(run("compare", "--prompts-file", file), 1, f"line 2 of {file} must be a JSON object")
     fails(run("compare", "--out", file), 1, f"out must be a folder, got {file}")
-    fails(run("compare", "--model", file, "--prompts", file), 1, "got a file")
-    fails(run("compare", "--model", tmp_path, "--prompts", file), 1, "config.json")
+    fails(run("compare", "--model", file, "--prompts-file", file), 1, "got a file")
+    fails(run("compare", "--model", tmp_path, "--prompts-file", file), 1, "config.json")
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_compare_prints_a_table_and_writes(run: Run, tmp_path: Path) -> None:
-    small = ("--context", 96, "--count", 4, "--rounds", 1, "--new-tokens", 1, "--threads", 1)
+    small = ("--context", 96, "--count", 4, "--rounds", 1, "--answer-tokens", 1, "--threads", 1)
     out = tmp_path / "out"
     status, shown, _ = run("compare", "-p", "snapkv", "-r", 0.2, *small, "--out", out)
     assert status == 0
@@ -148,7 +148,7 @@ def test_compare_prints_a_table_and_writes(run: Run, tmp_path: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == ["compare.json", "compare.png"]
 
 
-QUICK = ("--rounds", 1, "--new-tokens", 1, "--threads", 1)
+QUICK = ("--rounds", 1, "--answer-tokens", 1, "--threads", 1)
 
 
 def test_rows_are_flushed_one_by_one_into_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,8 +229,8 @@ def test_how_much_is_compared(
 def test_a_sweep_on_prompts_as_short_as_the_window(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "f1 f2", "answer": "f3"}\n{"prompt": "f4 f5", "answer": "f6"}\n')
-    quick = ("-p", "fastkv", "-r", 0.5, "--rounds", 1, "--new-tokens", 1, "--threads", 1)
-    status, shown, err = run("compare", "--prompts", file, "--sweep", *quick)
+    quick = ("-p", "fastkv", "-r", 0.5, "--rounds", 1, "--answer-tokens", 1, "--threads", 1)
+    status, shown, err = run("compare", "--prompts-file", file, "--sweep", *quick)
     assert (status, err) == (0, "")
     said = "No TSP layer was calibrated: prompts must be longer than the window of 8 tokens"
     assert said in " ".join(shown.split())
@@ -239,7 +239,7 @@ def test_a_sweep_on_prompts_as_short_as_the_window(run: Run, tmp_path: Path) -> 
 
 def test_compare_long_answers_under_a_bound(run: Run, tmp_path: Path) -> None:
     """A bound that nothing needs leaves the answers; one below the facts breaks them off."""
-    asked = ("--model", "long_answers", "--context", 64, "--count", 4, "-p", "streaming_llm")
+    asked = ("--model", "long_answers", "--context", 64, "--count", 4, "-p", "streamingllm")
     for tokens, holds in ((512, True), (8, False)):
         bound = ("-r", 1.0, "--decoding-tokens", tokens, "--decoding-every", 4)
         status, shown, _ = run("compare", *asked, *bound, *QUICK, "--out", tmp_path)
@@ -286,11 +286,11 @@ def test_compare_on_prompts_of_a_file(run: Run, tmp_path: Path) -> None:
         for answer in each.answers
     ]
     file = tmp_path / "prompts.jsonl"
-    quick = ("-p", "full-context", "--rounds", 1, "--new-tokens", 1, "--threads", 1)
+    quick = ("-p", "full-context", "--rounds", 1, "--answer-tokens", 1, "--threads", 1)
 
     def score() -> float:
         file.write_text("\n".join(lines))
-        status, shown, _ = run("compare", "--prompts", file, *quick)
+        status, shown, _ = run("compare", "--prompts-file", file, *quick)
         assert status == 0
         found = re.search(r"^full_context +- +([\d.]+) ", shown, flags=re.MULTILINE)
         assert found is not None
@@ -308,24 +308,24 @@ def test_compare_with_a_saved_model(run: Run, tmp_path: Path) -> None:
     loaded.tokenizer.save_pretrained(tmp_path / "model")
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "f1 f2 f3", "answer": "f4"}\n')
-    quick = ("-p", "fastkv", "--rounds", 1, "--new-tokens", 1, "--threads", 1)
-    status, shown, _ = run("compare", "--model", tmp_path / "model", "--prompts", file, *quick)
+    quick = ("-p", "fastkv", "--rounds", 1, "--answer-tokens", 1, "--threads", 1)
+    status, shown, _ = run("compare", "--model", tmp_path / "model", "--prompts-file", file, *quick)
     assert status == 0
     assert "chosen from the sweep" not in shown
 
 
 def test_generate_streams_and_reports(run: Run, prompt_file: Path) -> None:
-    status, out, err = run("generate", "--prompt-file", prompt_file, "--max-new-tokens", 3)
+    status, out, err = run("generate", "--prompt-file", prompt_file, "--answer-tokens", 3)
     assert status == 0
     assert len(out.split()) == 3
-    assert "FastKV(tsp_layer=2), prompt of 128 tokens" in err
+    assert "FastKV(retention_rate=0.1, tsp_layer=2, tsp_rate=0.2), prompt of 128 tok" in err
     assert re.search(r"^total +130 +14.0 ", err, flags=re.MULTILINE)  # int(12.8) + 2 appended
 
 
 def test_generate_takes_the_prompt_itself(run: Run, prompt_file: Path) -> None:
     text = prompt_file.read_text().rstrip()
-    given = run("generate", "--prompt", text, "--max-new-tokens", 3)
-    read = run("generate", "--prompt-file", prompt_file, "--max-new-tokens", 3)
+    given = run("generate", "--prompt", text, "--answer-tokens", 3)
+    read = run("generate", "--prompt-file", prompt_file, "--answer-tokens", 3)
     assert (given[0], given[1]) == (0, read[1])
     wanted = "one of --prompt-file and --prompt must be given, got "
     fails(run("generate"), 1, f"{wanted}neither")
@@ -335,7 +335,7 @@ def test_generate_takes_the_prompt_itself(run: Run, prompt_file: Path) -> None:
 
 def test_generate_answers_under_full_context(run: Run, prompt_file: Path) -> None:
     _, out, _ = run(
-        "generate", "--prompt-file", prompt_file, "-p", "full_context", "--max-new-tokens", 3
+        "generate", "--prompt-file", prompt_file, "-p", "full_context", "--answer-tokens", 3
     )
     prompt = needle_prompts(128, count=2, seed=5)[0]
     assert out.split() == load().tokenizer.decode(list(prompt.answers[0])).split()
@@ -355,7 +355,7 @@ def test_ctrl_c_leaves_one_line(
 
 def test_generate_sampling_follows_its_seed(run: Run, prompt_file: Path) -> None:
     def sampled(seed: int) -> str:
-        arguments = ("--sample", "--temperature", 9, "--seed", seed, "--max-new-tokens", 12)
+        arguments = ("--sample", "--temperature", 9, "--seed", seed, "--answer-tokens", 12)
         return run("generate", "--prompt-file", prompt_file, *arguments)[1]
 
     assert sampled(1) == sampled(1)
@@ -402,7 +402,7 @@ def test_generate_with_a_chat_template(
     )
     monkeypatch.setattr(command_generate, "load_shown", lambda *each: loaded)
     for option, count in ((["--chat"], 131), ([], 131), (["--no-chat"], 128)):
-        arguments = ("--prompt-file", prompt_file, "--max-new-tokens", 1, *option)
+        arguments = ("--prompt-file", prompt_file, "--answer-tokens", 1, *option)
         assert f"prompt of {count} tokens" in run("generate", *arguments)[2]
 
 
@@ -416,8 +416,8 @@ def test_policies_lists_everything_in_80_columns() -> None:
         assert f"  {name}" + (f"  ({paper})" if paper else "") in lines
     start = lines.index("  snapkv  (arXiv 2404.14469)")
     assert lines[start + 2 : start + 4] == [
-        "    retention_rate=0.1, window_size=8, kernel_size=7, decoding=None,",
-        "    retention_tokens=None, protect=0, group_first=False",
+        "    retention_rate=0.1, decoding=None, window_size=8, retention_tokens=None,",
+        "    protect=0, kernel_size=7, group_first=False",
     ]
     order = [line for line in lines if line and not line.startswith(" ")]
     assert order == ["policy", "scorer", "selector", "propagation"]

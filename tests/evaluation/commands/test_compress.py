@@ -48,7 +48,7 @@ def expected(prompt: Any = PROMPT.input, **settings: Any) -> Any:
 
 def test_text_to_stdout_and_the_report_to_stderr(run: Run) -> None:
     want = expected(rate=0.3, chunk_size=16)
-    status, out, err = run("--rate", 0.3, "--chunk", 16)
+    status, out, err = run("--rate", 0.3, "--chunk-size", 16)
     assert (status, out) == (0, want.text + "\n")
     assert want.report() in err
     assert max(map(len, err.splitlines())) <= 80
@@ -58,12 +58,12 @@ def test_text_to_stdout_and_the_report_to_stderr(run: Run) -> None:
     ("arguments", "settings"),
     [
         ((), {"rate": 0.2, "scorer": LookAheadScorer()}),
-        (("--look-ahead", 2, "--pool", 3), {"scorer": LookAheadScorer(2, 3)}),
+        (("--look-ahead", 2, "--kernel-size", 3), {"scorer": LookAheadScorer(2, 3)}),
         (("--filter-layer", 4), {"scorer": FilterLayerScorer(filter_layer=4)}),
         (("--tokens", 90), {"tokens": 90}),
         (("--scorer", "last-query"), {"scorer": FilterLayerScorer(LastQueryScorer())}),
         (("--keep", "they call", "--gap", " / "), {"keep": ["they call"], "gap": " / "}),
-        (("--align", "token", "--chunk", 7), {"align": "token", "chunk_size": 7}),
+        (("--align", "token", "--chunk-size", 7), {"align": "token", "chunk_size": 7}),
     ],
 )  # fmt: skip
 def test_options_reach_the_function(
@@ -79,7 +79,7 @@ def test_ids_and_files(run: Run, tmp_path: Path) -> None:
     want = expected()
     assert json.loads(run("--ids")[1]) == list(want.ids)
     out, numbers = tmp_path / "new" / "out.txt", tmp_path / "numbers.json"
-    status, shown, err = run("--out", out, "--json", numbers)
+    status, shown, err = run("--out-file", out, "--json", numbers)
     assert (status, shown, out.read_text()) == (0, "", want.text + "\n")
     assert f"written to {out}" in err
     data = json.loads(numbers.read_text())
@@ -122,15 +122,18 @@ def test_requests(run: Run, tmp_path: Path) -> None:
         (("--rate", 0.2, "--tokens", 90), "at most one of rate and tokens must be given"),
         (("--tokens", 9), "tokens must be at least "),
         (("--filter-layer", 6), "filter_layer must be in [0, 5] for a model of 6 layers, got 6"),
-        (("--filter-layer", 2, "--pool", 3), "--pool must not be given with --scorer or --filter"),
+        (
+            ("--filter-layer", 2, "--kernel-size", 3),
+            "--kernel-size must not be given with --scorer or --filter",
+        ),
         (("--scorer", "best"), "no scorer is named 'best'; known: accumulated"),
-        (("--pool", 4), "kernel_size must be odd"),
+        (("--kernel-size", 4), "kernel_size must be odd"),
         (("--align", "page"), "align must be one of line, word, token, got 'page'"),
         (("--keep", "nowhere"), "each of keep must be in the prompt, got 'nowhere'"),
         (("--chat",), "chat needs a tokenizer with a chat template"),
         (("--prompt-file", "no-such.txt"), "prompt file no-such.txt does not exist"),
         (("--chat-file", "no-such.json"), "chat file no-such.json does not exist"),
-        (("--out", "/"), "--out must be a file, got the folder /"),
+        (("--out-file", "/"), "--out-file must be a file, got the folder /"),
         (("--json", f"{__file__}/x"), "--json must be a file in a folder"),
     ],
 )

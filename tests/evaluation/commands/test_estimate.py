@@ -74,10 +74,10 @@ def test_the_command_takes_policies_rates_and_parameters(run: Run) -> None:
     status, shown, _ = run(*shape, *chosen, "--set", "filter_layer=13", "--dtype", "float32")
     assert status == 0
     gem, fast, snap = rows_of(shown)
-    assert gem[:3] == ["gem_filter", "0.3", "70.6"]
+    assert gem[:3] == ["gemfilter", "0.3", "70.6"]
     assert fast[:3] == ["fastkv", "0.3", "65.0"]
     assert (snap[5], snap[6]) == ("2,458", "0.64")
-    assert "gem_filter chooses tokens and restarts at layer 13 of 0 to 31." in shown
+    assert "gemfilter chooses tokens and restarts at layer 13 of 0 to 31." in shown
     assert "fastkv 0.3: tsp_rate is 0.3" in shown
     assert shown.endswith("Scoring is not counted.\n")
 
@@ -151,12 +151,12 @@ def test_the_documented_output_is_the_commands(run: Run) -> None:
 def test_notes_on_sliding_windows(run: Run) -> None:
     """The default layer is the nearest that sees all; what cannot be is said."""
     shape = ("--config", "google/gemma-3-27b-it", "-r", 0.1)
-    told = ("-p", "fastkv,gem_filter,pyramid_infer")
+    told = ("-p", "fastkv,gemfilter,pyramidinfer")
     said = " ".join(run(*shape, "--context", 32768, *told)[1].split())
     assert "52 of 62 layers have a sliding window of 1,024 tokens and keep that" in said
     assert "fastkv drops tokens after layer 29 of 0 to 61." in said
-    assert "gem_filter restarts, which PolicyCache refuses beyond a sliding window." in said
-    assert "pyramid_infer drops tokens after layers with a sliding window, which" in said
+    assert "gemfilter restarts, which PolicyCache refuses beyond a sliding window." in said
+    assert "pyramidinfer drops tokens after layers with a sliding window, which" in said
     assert "fastkv drops tokens after layers" not in said
     told = ("-p", "fastkv", "--set", "tsp_layer=30")
     said = " ".join(run(*shape, "--context", 32768, *told)[1].split())

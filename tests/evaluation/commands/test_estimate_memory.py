@@ -16,7 +16,15 @@ ASKED = ("--config", LLAMA, "--context", 131072, "--rate", 0.1)
 
 def test_the_command_says_how_many_sessions_fit(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "fits.json"
-    asked = (*ASKED, "-p", "full_context,snapkv,fastkv", "--memory", "80GB", "--answer", 4096)
+    asked = (
+        *ASKED,
+        "-p",
+        "full_context,snapkv,fastkv",
+        "--memory",
+        "80GB",
+        "--answer-tokens",
+        4096,
+    )
     status, shown, err = run(*asked, "--json", file)
     assert (status, err) == (0, "")
     assert max(map(len, shown.split("\nwritten")[0].splitlines())) <= 80
@@ -78,15 +86,15 @@ def test_every_policy_has_its_rows(run: Run, tmp_path: Path) -> None:
     """Also where a policy has no rule to bound an answer by, and where a selector is in another."""
     LlamaConfig(num_hidden_layers=4, hidden_size=64, vocab_size=64).save_pretrained(tmp_path)
     file = tmp_path / "fits.json"
-    asked = ("--config", tmp_path, "--context", 1024, "--rate", 0.1, "--prefill-chunk", 512)
+    asked = ("--config", tmp_path, "--context", 1024, "--rate", 0.1, "--prefill-chunk-size", 512)
     status, _, err = run(*asked, "--memory", "1GB", "--json", file)
     assert (status, err) == (0, "")
     found = json.loads(file.read_text())["memory"]["rows"]
     bounds: dict[str, set[int | None]] = {name: set() for name in registered("policy")}
     for row in found:
         bounds[row["policy"]].add(row["decoding_tokens"])
-    assert bounds["kvzip"] == bounds["full_context"] == bounds["gem_filter"] == {None}
-    for name in ("snapkv", "ada_kv", "claa", "critical_kv"):
+    assert bounds["kvzip"] == bounds["full_context"] == bounds["gemfilter"] == {None}
+    for name in ("snapkv", "adakv", "claa", "criticalkv"):
         assert bounds[name] == {None, 102}
 
 
@@ -95,7 +103,7 @@ def test_every_policy_has_its_rows(run: Run, tmp_path: Path) -> None:
     [
         (("--memory", "lots"), "--memory must be a number of bytes such as 80GB, 24GiB or 40e9"),
         (("--memory", "1GB", "--weights", "x"), "--weights must be a number of bytes"),
-        (("--answer", 5), "--memory must be given with --answer, got 5 alone"),
+        (("--answer-tokens", 5), "--memory must be given with --answer-tokens, got 5 alone"),
         (("--decoding-tokens", 5), "--memory must be given with --decoding-tokens"),
         (("--memory", "1GB", "--attention", "fast"), "--attention must be one of sdpa, flash"),
     ],

@@ -67,13 +67,13 @@ def test_answers_can_be_bounded(command: Run, tmp_path: Path) -> None:
 def test_long_answers_are_asked(command: Run, tmp_path: Path) -> None:
     out = tmp_path / "results"
     asked = ("--model", "long_answers", "--tasks", "long_answers_chain", "--lengths", 64)
-    bound = ("-p", "streaming_llm", "--rate", 1.0, "--decoding-tokens", 8, "--decoding-every", 4)
+    bound = ("-p", "streamingllm", "--rate", 1.0, "--decoding-tokens", 8, "--decoding-every", 4)
     status, said, err = command("eval", *asked, *bound, "--limit", 1, "--out", out)
     assert (status, err) == (0, "")
     assert "long_answers_chain 64, question with, full_context: right_steps " in said
     (full,), (small,) = (
         [each.answer.scores for each in load(out).samples if each.cell.method == method]
-        for method in ("full_context", "streaming_llm 1")
+        for method in ("full_context", "streamingllm 1")
     )
     assert full == {"right_steps": 1.0, "exact_match": 1.0}
     assert small["right_steps"] < 0.5
@@ -141,7 +141,7 @@ def test_goes_on_after_it_was_stopped(
     assert (status, err) == (130, "error: interrupted\n")
     assert f"what is answered stays in {tmp_path}; the same command goes on" in said
     assert len(load(tmp_path).samples) == 3
-    status, said, _ = command("report", tmp_path, "--out", tmp_path / "half.html")
+    status, said, _ = command("report", tmp_path, "--out-file", tmp_path / "half.html")
     assert (status, said.splitlines()[0]) == (0, "3 of 8 samples are finished")
     assert "Not finished: 3 of 4 cells" in (tmp_path / "half.html").read_text()
     status, said, err = command("eval", *ASKED, "--out", tmp_path)
@@ -254,7 +254,7 @@ def test_unknown_tasks_are_refused_before_any_progress(command: Run, tmp_path: P
     ("arguments", "said"),
     [
         (("--tasks", "needle_one_hops"), "near: needle_one_hop"),
-        (("--tasks", "needle_one_hop", "--chat-template"), "tokenizer with a chat template, got"),
+        (("--tasks", "needle_one_hop", "--chat"), "tokenizer with a chat template, got"),
         (("--tasks", "needle_one_hop", "--lengths", "4k"), "--lengths must be numbers of tokens"),
         (("--tasks", "needle_one_hop", "--question", "never"), "must be with or later, got never"),
         (("--tasks", "needle_one_hop", "-p", "snapvk"), "snapkv"),

@@ -50,7 +50,7 @@ def test_refused_options_import_nothing_heavy() -> None:
         ["compare", "--rate", "0.1", "--retention-tokens", "5"],
         ["compare", "--set", "window_size"],
         ["generate", "--prompt-file", "-", "--decoding-every", "4"],
-        ["analyze", "--pool", "3"],
+        ["analyze", "--kernel-size", "3"],
         ["generate"],
     ]
     done = subprocess.run(

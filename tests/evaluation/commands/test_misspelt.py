@@ -6,7 +6,7 @@ from kvpolicy.evaluation.cli import main
 
 POLICIES = (
     "no policy is named 'fastvk' (did you mean fastv or fastkv?) or 'snapvk' (did you mean "
-    "snapkv?); known: ada_kv, "
+    "snapkv?); known: adakv, "
 )
 
 

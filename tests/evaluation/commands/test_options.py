@@ -33,7 +33,7 @@ from kvpolicy.policies import (
 
 Run = Callable[..., tuple[int, str, str]]
 ESTIMATE = ("estimate", "--config", "llama-3.1-8b", "--context", 8192)
-QUICK = ("--context", 96, "--count", 2, "--rounds", 1, "--new-tokens", 1, "--threads", 1)
+QUICK = ("--context", 96, "--count", 2, "--rounds", 1, "--answer-tokens", 1, "--threads", 1)
 COMPARE = ("compare", *QUICK)
 CALIBRATE = ("calibrate", "--context", 96, "--count", 2, "--threads", 1)
 
@@ -107,18 +107,18 @@ def test_options_are_read() -> None:
 
 def test_every_option_reaches_the_policies_that_take_it() -> None:
     options = PolicyOptions(
-        names=("fastkv", "full-context", "gem_filter"),
+        names=("fastkv", "full-context", "gemfilter"),
         tokens=(64, 32, 64),
         protect=4,
         assignments={"window_size": 16},
     )
     found = {each.label: each.policy for each in chosen_variants(options, [0.1], tsp_layer=3)}
     assert found == {
-        "fastkv 64 tokens": FastKV(3, retention_tokens=64, window_size=16, protect=4),
-        "fastkv 32 tokens": FastKV(3, retention_tokens=32, window_size=16, protect=4),
+        "fastkv 64 tokens": FastKV(tsp_layer=3, retention_tokens=64, window_size=16, protect=4),
+        "fastkv 32 tokens": FastKV(tsp_layer=3, retention_tokens=32, window_size=16, protect=4),
         "full_context": found["full_context"],
-        "gem_filter 64 tokens": GemFilter(retention_tokens=64, protect=4),
-        "gem_filter 32 tokens": GemFilter(retention_tokens=32, protect=4),
+        "gemfilter 64 tokens": GemFilter(retention_tokens=64, protect=4),
+        "gemfilter 32 tokens": GemFilter(retention_tokens=32, protect=4),
     }
 
 
@@ -135,7 +135,7 @@ def test_a_rate_above_the_tsp_rate_raises_it_alike_for_one_and_for_several() -> 
     ("arguments", "policy"),
     [
         (("--scorer", "window_max_pool"), SnapKV()),
-        (("--propagation", "token_selective:tsp_layer=3"), FastKV(3)),
+        (("--propagation", "token_selective:tsp_layer=3"), FastKV(tsp_layer=3)),
         (
             ("--selector", "sink-and-recent:num_sinks=2", "--protect", "1"),
             CachePolicy(None, SinkAndRecentSelector(num_sinks=2, protect=1), PassAllPropagation()),
@@ -147,7 +147,7 @@ def test_a_rate_above_the_tsp_rate_raises_it_alike_for_one_and_for_several() -> 
             ),
             CachePolicy(
                 LastQueryScorer(),
-                GQAGroupSelector(0.3, 1),
+                GQAGroupSelector(0.3, window_size=1),
                 TokenSelectivePropagation(tsp_rate=0.4, window_size=1),
             ),
         ),
@@ -191,7 +191,7 @@ def test_a_composition_stands_beside_policies_at_every_rate() -> None:
         (("-p", "snapkv", "--set", "nope=1"), "--set nope must name a parameter"),
         (("-p", "snapkv", "--retention-tokens", 0), "retention_tokens must be at least 1, got 0"),
         (("-p", "snapkv", "--protect", -1), "protect must be at least 0, got -1"),
-        (("-p", "nope"), "no policy is named 'nope'; known: ada_kv, chunk_kv"),
+        (("-p", "nope"), "no policy is named 'nope'; known: adakv, chunkkv"),
         (("--scorer", "snapkv"), "no scorer is named 'snapkv'; known: accumulated_attention"),
         (("--selector", "keep_all:a=1"), "--selector keep_all takes no a; it takes no parameters"),
         (("--propagation", "staged:x"), "--propagation must be NAME=VALUE"),
@@ -229,7 +229,7 @@ def test_generate_takes_one_policy_at_one_retention(run: Run, prompt_file: Path)
 
 def test_generate_keeps_what_it_is_told(run: Run, prompt_file: Path) -> None:
     told = ("--retention-tokens", 40, "--protect", 3, "--set", "window_size=4")
-    arguments = ("generate", "--prompt-file", prompt_file, "--max-new-tokens", 1)
+    arguments = ("generate", "--prompt-file", prompt_file, "--answer-tokens", 1)
     status, _, err = run(*arguments, "-p", "snapkv", *told)
     assert status == 0
     assert "SnapKV(window_size=4, retention_tokens=40, protect=3), prompt of 128 tokens" in err
@@ -242,11 +242,11 @@ def test_generate_keeps_what_it_is_told(run: Run, prompt_file: Path) -> None:
 def test_generate_reads_standard_input(
     run: Run, prompt_file: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_file = run("generate", "--prompt-file", prompt_file, "--max-new-tokens", 3)[1]
+    of_file = run("generate", "--prompt-file", prompt_file, "--answer-tokens", 3)[1]
 
     def piped(content: bytes) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))
-        return run("generate", "--prompt-file", "-", "--max-new-tokens", 3)
+        return run("generate", "--prompt-file", "-", "--answer-tokens", 3)
 
     assert piped(f"{text}\n".encode())[:2] == (0, of_file)
     assert piped(b" \n")[2] == "error: prompt on standard input is empty\n"
@@ -321,7 +321,7 @@ def test_a_bound_of_answers_is_each_policys_own_rule() -> None:
     )
     (composed,) = chosen_variants(options, (None,))
     assert composed.policy.decoding == DecodingEviction(
-        composed.policy.scorer, SinkAndRecentSelector(retention_tokens=48), 9
+        composed.policy.scorer, SinkAndRecentSelector(retention_tokens=48), every=9
     )
 
 
@@ -346,9 +346,7 @@ def test_compare_bounds_what_it_decodes(run: Run) -> None:
 
 
 def test_a_bound_reaches_budgets_within_selectors_and_passes_over_what_has_no_rule() -> None:
-    options = PolicyOptions(
-        names=("claa", "critical_kv", "kvzip"), rates=(0.5,), decoding_tokens=48
-    )
+    options = PolicyOptions(names=("claa", "criticalkv", "kvzip"), rates=(0.5,), decoding_tokens=48)
     claa, critical, kvzip = chosen_variants(options, (0.5,))
     for variant in (claa, critical):
         assert variant.policy.decoding is not None

@@ -13,7 +13,7 @@ from tests.evaluation.commands.test_cli import Run, _process_state, run
 
 __all__ = ["_process_state", "run"]
 
-QUICK = ("--context", 64, "--count", 2, "--rounds", 1, "--new-tokens", 2, "--threads", 1)
+QUICK = ("--context", 64, "--count", 2, "--rounds", 1, "--answer-tokens", 2, "--threads", 1)
 ASKED = ("compare", "-p", "snapkv,h2o,tova", "--rate", 0.5, *QUICK)
 
 
@@ -91,7 +91,7 @@ def test_a_finished_comparison_says_so(run: Run, tmp_path: Path) -> None:
         ("analyze", "--out", "/proc/x"),
         ("analyze", "--oracle", "--out", "/proc/x"),
         ("eval", "--tasks", "needle_one_hop", "--out", "/proc/x"),
-        ("compress", "--prompt-file", __file__, "--out", "/proc/x"),
+        ("compress", "--prompt-file", __file__, "--out-file", "/proc/x"),
         ("compress", "--prompt-file", __file__, "--json", "/proc/x/y"),
         ("estimate", "--config", "phi-4", "--context", "9", "--json", "/proc/x"),
     ],

@@ -37,7 +37,14 @@ def prompts(model: PreTrainedModel) -> list[Prompt]:
     ]
 
 
-@pytest.mark.parametrize("policy", [FullContext(), SnapKV(retention_rate=1.0), FastKV(0, 1.0, 1.0)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        FullContext(),
+        SnapKV(retention_rate=1.0),
+        FastKV(tsp_layer=0, tsp_rate=1.0, retention_rate=1.0),
+    ],
+)
 def test_policy_that_keeps_everything_answers_everything(
     model: PreTrainedModel, prompts: list[Prompt], policy: FullContext
 ) -> None:

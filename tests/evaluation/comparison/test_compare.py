@@ -77,7 +77,7 @@ def made_up() -> Comparison:
     scores = {"one-hop": Score(100, 100), "two-hop": Score(1, 8)}
     rows = (
         Row(Variant("full_context", FullContext()), scores, full),
-        Row(Variant("streaming_llm", SnapKV(), 0.15), {**scores, "one-hop": Score(1, 3)}, snap),
+        Row(Variant("streamingllm", SnapKV(), 0.15), {**scores, "one-hop": Score(1, 3)}, snap),
     )
     return Comparison(rows, 131072)
 
@@ -99,7 +99,7 @@ def test_table_by_hand() -> None:
     lines = comparison_table(made_up())
     assert [" ".join(line.split()) for line in lines[2:]] == [
         "full_context - 100.0 12.5 131,072 17.18 100.0 3000 x1 90.0 x1",
-        "streaming_llm 0.15 33.3 12.5 13,107 1.72 10.0 1000 x3.00? 60.0 x2.00?",
+        "streamingllm 0.15 33.3 12.5 13,107 1.72 10.0 1000 x3.00? 60.0 x2.00?",
     ]
     assert "GB" in lines[1]
     assert max(map(len, lines)) <= 80
@@ -151,7 +151,7 @@ def test_unsteady_speeds_are_marked_wherever_they_are_said(
 
 def test_data_by_hand() -> None:
     _, row = made_up().as_data()["rows"]
-    assert row["policy"] == "streaming_llm"
+    assert row["policy"] == "streamingllm"
     assert row["retention_rate"] == 0.15
     assert row["exact_match"]["one-hop"]["rate"] == 1 / 3
     assert row["tokens"] == {"seen": 131072, "kept": 13107.0}
@@ -388,7 +388,7 @@ def test_bundled_model_answers_and_needs_its_cache() -> None:
     found = compare(
         loaded.model,
         needle_prompts(256, count=16, seed=11),
-        variants(["streaming_llm"], rates=[0.05]),
+        variants(["streamingllm"], rates=[0.05]),
         rounds=1,
         new_tokens=1,
     )

@@ -65,10 +65,10 @@ def test_rates_up_to_the_tsp_rate(asked: list[object]) -> None:
     found = sweep_rates(tiny_model("llama", seed=3), PROMPTS, [0.1, 0.4], [0.4, 0.1, 0.2])
     assert asked == [
         FullContext(),
-        FastKV(None, 0.1, 0.1),
-        FastKV(None, 0.4, 0.4),
-        FastKV(None, 0.4, 0.1),
-        FastKV(None, 0.4, 0.2),
+        FastKV(tsp_layer=None, tsp_rate=0.1, retention_rate=0.1),
+        FastKV(tsp_layer=None, tsp_rate=0.4, retention_rate=0.4),
+        FastKV(tsp_layer=None, tsp_rate=0.4, retention_rate=0.1),
+        FastKV(tsp_layer=None, tsp_rate=0.4, retention_rate=0.2),
     ]
     assert found.tsp_layer == 1  # the default of 4 layers
     assert rows(rate_sweep_table(found)) == [
@@ -87,7 +87,7 @@ def test_rates_up_to_the_tsp_rate(asked: list[object]) -> None:
 def test_rates_at_a_layer(asked: list[object]) -> None:
     found = sweep_rates(tiny_model("llama", seed=3), PROMPTS, [0.2], [0.2], tsp_layer=3)
     assert found.tsp_layer == 3
-    assert asked[1] == FastKV(3, 0.2, 0.2)
+    assert asked[1] == FastKV(tsp_layer=3, tsp_rate=0.2, retention_rate=0.2)
 
 
 @pytest.mark.parametrize(

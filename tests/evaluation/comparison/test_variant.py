@@ -3,28 +3,32 @@
 import inspect
 from typing import Any
 
+import attrs
 import pytest
 
 from kvpolicy import CachePolicy, registry
 from kvpolicy.building import parameters_of
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.evaluation import build_policy, variants
+from kvpolicy.evaluation.comparison.chosen import chosen_variants
 from kvpolicy.evaluation.comparison.variant import takes
-from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
+from kvpolicy.evaluation.options import PolicyOptions
+from kvpolicy.policies import ChunkKV, FastKV, FullContext, SnapKV, StreamingLLM
+from kvpolicy.renamed import EarlierWordWarning
 
 
 def test_rates_for_those_that_take_one_and_once_for_the_others() -> None:
     found = {each.label: each.policy for each in variants(rates=[0.2, 0.5, 0.2])}
     assert found["full_context"] == FullContext()
     assert found["snapkv 0.2"] == SnapKV(0.2)
-    assert found["streaming_llm 0.5"] == StreamingLLM(0.5)
+    assert found["streamingllm 0.5"] == StreamingLLM(0.5)
     assert set(registry.registered("policy")) == {label.split()[0] for label in found}
 
 
 def test_names_may_have_dashes_and_repeat() -> None:
-    names = ["streaming-llm", "streaming_llm", "full-context"]
+    names = ["full-context", "streamingllm", "full_context", "streamingllm"]
     found = variants(names, rates=[0.1])
-    assert [each.label for each in found] == ["streaming_llm 0.1", "full_context"]
+    assert [each.label for each in found] == ["full_context", "streamingllm 0.1"]
 
 
 def test_tsp_layer_goes_to_those_that_have_one() -> None:
@@ -87,3 +91,12 @@ def test_parameters_of() -> None:
     assert parameters_of(type) == {}  # a signature that cannot be read
     assert takes("fastkv", "tsp_layer")
     assert not takes("snapkv", "tsp_layer")
+
+
+def test_arguments_of_the_earlier_version_on_a_command_line() -> None:
+    options = PolicyOptions(names=("chunkkv", "snapkv"), assignments={"chunk_length": 5})
+    with pytest.warns(EarlierWordWarning, match="chunk_length of ChunkKV is deprecated, use chunk"):
+        found = chosen_variants(options, [0.2])
+    assert [each.policy for each in found] == [ChunkKV(0.2, chunk_size=5), SnapKV(0.2)]
+    with pytest.raises(ValueError, match="--set chunk_length must name a parameter of a chosen"):
+        chosen_variants(attrs.evolve(options, names=("snapkv",)), [0.2])

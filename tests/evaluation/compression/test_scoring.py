@@ -104,7 +104,7 @@ def slow_products(model: PreTrainedModel, layer: int, kernel_size: int) -> list[
 
 @pytest.mark.parametrize(("layer", "acting"), [(None, 1), (0, 0), (3, 3), (4, 4)])
 def test_products_at_a_filter_layer(layer: int | None, acting: int) -> None:
-    scorer = FilterLayerScorer(LastQueryProductScorer(3), layer)
+    scorer = FilterLayerScorer(LastQueryProductScorer(kernel_size=3), layer)
     found = scorer.score(model_of(), PROMPT)
     want = slow_products(model_of(), acting, 3)
     torch.testing.assert_close(found.values.tolist(), want, rtol=1e-3, atol=1e-4)

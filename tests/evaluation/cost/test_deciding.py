@@ -23,7 +23,7 @@ LAYER = attention_layer(32, 4, 2, 8, mlp=64)
 @pytest.mark.parametrize("scorer", [CarriedOnScorer(), TurnedBackScorer(), OutputScorer()])
 def test_parts_are_shown_what_they_ask_for(scorer: Scorer, device: str) -> None:
     """And what they make of it counts: at least as much as their saliency, in float32."""
-    drop = LargestOfLayers(None, 0.4, layers=(2,))
+    drop = LargestOfLayers(0.4, layers=(2,))
     for selector in (GQAGroupSelector(0.2), RememberingSelector(0.2)):
         for propagation in (PassAllPropagation(), drop):
             policy = CachePolicy(scorer, selector, propagation)

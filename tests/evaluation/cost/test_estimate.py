@@ -49,7 +49,7 @@ def windowed(*windows: int | None) -> ModelShape:
 
 
 def gem_filter(filter_layer: int | None = None, retention_rate: float = 0.1) -> CachePolicy:
-    policy = build("gem_filter", filter_layer=filter_layer, retention_rate=retention_rate)
+    policy = build("gemfilter", filter_layer=filter_layer, retention_rate=retention_rate)
     assert isinstance(policy, CachePolicy)
     return policy
 
@@ -214,7 +214,9 @@ class Falling(KVSelector):
 
 
 def test_a_layer_keeps_no_more_than_reaches_it() -> None:
-    policy = CachePolicy(SnapKV().scorer, Falling(), TokenSelectivePropagation(1, 0.2))
+    policy = CachePolicy(
+        SnapKV().scorer, Falling(), TokenSelectivePropagation(tsp_layer=1, tsp_rate=0.2)
+    )
     shape = attrs.evolve(TINY, layers=(LAYER,) * 4)
     assert estimate(policy, shape, 100).kept_tokens == pytest.approx((100, 50, 20, 10))
 

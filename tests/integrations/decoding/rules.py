@@ -21,12 +21,12 @@ def bounded(
 
 # By name, the rule as the library has it, and as the reference does.
 RULES: dict[str, tuple[Method, slow.Rule]] = {
-    "streaming_llm": (bounded(StreamingLLM), slow.Rolling(TOKENS)),
+    "streamingllm": (bounded(StreamingLLM), slow.Rolling(TOKENS)),
     "h2o": (bounded(H2O), slow.RunningSums(TOKENS)),
     "tova": (bounded(TOVA), slow.LastAttention(TOKENS)),
     "snapkv": (bounded(SnapKV), slow.Window(TOKENS)),
-    "key_diff": (bounded(KeyDiff), slow.Unlike(TOKENS)),
-    "r_kv": (bounded(RKV), slow.Redundancy(TOKENS)),
+    "keydiff": (bounded(KeyDiff), slow.Unlike(TOKENS)),
+    "rkv": (bounded(RKV), slow.Redundancy(TOKENS)),
 }
 KEEPING_ALL = slow_methods.FullContext()
 

@@ -113,7 +113,7 @@ class TestDescription:
             WindowMaxPoolScorer(),
             GQAGroupSelector(),
             PassAllPropagation(),
-            TOVA(decoding=9).decoding,
+            decoding=TOVA(decoding=9).decoding,
         )
         assert "decoding=DecodingEviction(LastQueryScorer()" in str(composed).replace("scorer=", "")
 

@@ -44,7 +44,7 @@ def test_padded_batch_over_two_turns(family: str, name: str) -> None:
             assert_same(turn, row, expected)
 
 
-@pytest.mark.parametrize("name", ["full_context", "streaming_llm", "snapkv", "fastkv"])
+@pytest.mark.parametrize("name", ["full_context", "streamingllm", "snapkv", "fastkv"])
 @pytest.mark.parametrize("rows", [(0,), ALL_ROWS], ids=["single", "padded"])
 def test_eager_attention(rows: tuple[int, ...], name: str) -> None:
     policy, method = METHODS[name]
@@ -55,7 +55,7 @@ def test_eager_attention(rows: tuple[int, ...], name: str) -> None:
             assert_same(turn, index, expected)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "fastkv", "streaming_llm"])
+@pytest.mark.parametrize("name", ["snapkv", "fastkv", "streamingllm"])
 def test_the_methods_evict_what_matters(name: str) -> None:
     """The tests above could not pass with the full context in the place of the method."""
     policy, _ = METHODS[name]

@@ -31,7 +31,7 @@ LAYERS = (0, 2)
 
 def policy_of(layers: tuple[int, ...] = LAYERS, mass: float = 0.9) -> CachePolicy:
     return CachePolicy(
-        WindowMaxPoolScorer(4, 3),
+        WindowMaxPoolScorer(4, kernel_size=3),
         GQAGroupSelector(0.3, window_size=4),
         MassPropagation(layers, mass),
     )

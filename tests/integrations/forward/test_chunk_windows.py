@@ -52,8 +52,8 @@ PROMPT = torch.tensor([random_tokens(0, 200)])
 FAST = FastKV(tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3)
 POLICIES: dict[str, CachePolicy] = {
     "snapkv": SnapKV(0.6, window_size=2, kernel_size=3),
-    "streaming_llm": StreamingLLM(retention_tokens=9, num_sinks=2),
-    "ada_kv": AdaKV(0.6, window_size=2, kernel_size=3),
+    "streamingllm": StreamingLLM(retention_tokens=9, num_sinks=2),
+    "adakv": AdaKV(0.6, window_size=2, kernel_size=3),
     "sums": H2O(0.6, window_size=1),
     "sums_that_answers_go_on_with": H2O(retention_tokens=9, window_size=1, decoding=9),
     "all_queries": CachePolicy(
@@ -97,7 +97,18 @@ def test_rows_around_the_window_over_two_turns(
     [
         ("gemma3", FAST),
         ("gpt_oss", FAST),
-        ("gpt_oss", CLAA(1, 0.25, 4, 3, voting_layers=2, whole_layers=1, tsp_rate=0.4)),
+        (
+            "gpt_oss",
+            CLAA(
+                tsp_layer=1,
+                retention_rate=0.25,
+                window_size=4,
+                kernel_size=3,
+                voting_layers=2,
+                whole_layers=1,
+                tsp_rate=0.4,
+            ),
+        ),
         ("gemma3n_text", POLICIES["snapkv"]),  # layers that borrow keys
         ("gemma3n_text", POLICIES["sums"]),
     ],
@@ -178,7 +189,7 @@ def test_a_prompt_of_two_windows_is_held_whole(length: int) -> None:
 
 def test_what_is_held_in_a_later_turn() -> None:
     """Behind a row that is shorter than the window, so that the policy has chosen in it."""
-    model, store = model_of("mistral_sliding"), PolicyCache(POLICIES["streaming_llm"])
+    model, store = model_of("mistral_sliding"), PolicyCache(POLICIES["streamingllm"])
     with store.attached(model):
         read(model, store, range(0, 14, 14))
         assert store.layers[0].positions[0, 0].tolist() == [0, 1, *range(7, 14)]
@@ -257,7 +268,7 @@ def test_other_storages(kind: str) -> None:
     assert_alike(turns[1:], turns[:1])
 
 
-@pytest.mark.parametrize("name", ["streaming_llm", "sums"])
+@pytest.mark.parametrize("name", ["streamingllm", "sums"])
 def test_numbers_alone_say_what_is_held(name: str) -> None:
     """Of a first prompt without padding, so that nothing is read from the device for it."""
     model, store = model_of("mistral_sliding"), PolicyCache(POLICIES[name])
@@ -271,7 +282,7 @@ def test_numbers_alone_say_what_is_held(name: str) -> None:
 
 
 EARLY: dict[str, CachePolicy] = {
-    "streaming_llm": StreamingLLM(retention_tokens=24, num_sinks=4),
+    "streamingllm": StreamingLLM(retention_tokens=24, num_sinks=4),
     "key_norm": KeyNorm(retention_tokens=24, window_size=4),
 }
 
@@ -298,7 +309,7 @@ def test_choosing_before_the_end_would_change_results(name: str) -> None:
         torch.equal(one.positions, other.positions)
         for one, other in zip(*(store.layers for store in stores), strict=True)
     ]
-    if name == "streaming_llm":
+    if name == "streamingllm":
         assert all(alike)  # the places are the same, what is kept there is not
         keys = [store.layers[-1].keys for store in stores]
         assert not torch.allclose(*keys, atol=0.1)

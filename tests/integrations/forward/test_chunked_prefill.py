@@ -49,8 +49,8 @@ LONG = Lengths(first=(67, 41, 23), second=(53, 39, 45), num_decode=3)
 ALL_ROWS = (0, 1, 2)
 DROPPING: dict[str, CachePolicy] = {
     "fastkv": FastKV(tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3),
-    "gem_filter": GemFilter(retention_rate=0.3),
-    "pyramid_infer": PyramidInfer(min_context=8),
+    "gemfilter": GemFilter(retention_rate=0.3),
+    "pyramidinfer": PyramidInfer(min_context=8),
     "two_stages": METHODS["two_stages"][0],
 }
 
@@ -97,7 +97,7 @@ WINDOWS = {
     "snapkv": SnapKV(0.3),
     "fastkv": FastKV(tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3),
     "two_drops": CachePolicy(
-        WindowMaxPoolScorer(4, 3),
+        WindowMaxPoolScorer(4, kernel_size=3),
         GQAGroupSelector(0.25, window_size=4),
         StagedPropagation(
             [
@@ -122,7 +122,7 @@ def test_families(family: str, name: str) -> None:
     assert_as_whole(model_of(family), DROPPING[name], ALL_ROWS, (11,))
 
 
-@pytest.mark.parametrize("name", ["fastkv", "gem_filter"])
+@pytest.mark.parametrize("name", ["fastkv", "gemfilter"])
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "nemotron_h"])
 def test_hybrids(family: str, name: str) -> None:
     assert_as_whole(hybrid(family), DROPPING[name], (0,), (11,))
@@ -257,7 +257,7 @@ def test_what_a_later_chunk_asks_for_is_refused_as_well(asked: str) -> None:
 
 # Chunks of unlike lengths, the last one of one token, and one that is padding in the second row.
 @pytest.mark.parametrize("ends", [(2, 3, 19, 40), (20, 24, 25)], ids=["uneven", "padding"])
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "kvzip", "claa", "slim_infer", *DROPPING])
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "kvzip", "claa", "sliminfer", *DROPPING])
 @torch.no_grad()
 def test_uneven_chunks_over_two_turns(name: str, ends: tuple[int, ...]) -> None:
     policy = DROPPING.get(name) or kvpolicy.build(name)
@@ -351,7 +351,7 @@ def test_chunks_of_ids_and_of_embeddings_are_refused(name: str) -> None:
     assert (output.logits[:, -1] - want).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["snapkv", "gem_filter"])
+@pytest.mark.parametrize("name", ["snapkv", "gemfilter"])
 @pytest.mark.parametrize("ids", [None, PROMPT], ids=["embeddings", "with_ids"])
 def test_generate_cuts_no_embeddings(name: str, ids: Tensor | None) -> None:
     """Transformers would give all of them with the positions of the first chunk's ids."""

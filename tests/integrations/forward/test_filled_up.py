@@ -33,7 +33,7 @@ def test_policies_are_right(name: str) -> None:
 def test_several_drops() -> None:
     """As of a model whose hidden states are cut, each layer's tokens are those that went on."""
     model, (ids, mask) = hybrid("gpt2"), padded(ROWS)
-    cache = PolicyCache(PyramidInfer(0.2, 0.5, min_context=4))
+    cache = PolicyCache(PyramidInfer(recent_rate=0.2, decay_ratio=0.5, min_context=4))
     said, found = generate(model, cache, ids, mask)
     assert len(cache.propagated) > 1
     alone = [PolicyCache(cache.policy) for _ in ROWS]

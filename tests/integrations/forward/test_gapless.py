@@ -45,14 +45,14 @@ from tests.integrations.support.conversation import (
 from tests.reference import GaplessState, ReferenceState, random_tokens, tiny_model
 
 SNAPKV = CachePolicy(
-    WindowMaxPoolScorer(4, 3),
+    WindowMaxPoolScorer(4, kernel_size=3),
     GQAGroupSelector(0.3, window_size=4),
     PassAllPropagation(),
     gapless=True,
 )
 STREAMING = StreamingLLM(retention_tokens=14, num_sinks=2, gapless=True)
 METHODS: dict[str, tuple[CachePolicy, reference.Method]] = {
-    "streaming_llm": (StreamingLLM(0.3, gapless=True), reference.StreamingLLM(0.3)),
+    "streamingllm": (StreamingLLM(0.3, gapless=True), reference.StreamingLLM(0.3)),
     "streaming_llm_tokens": (STREAMING, reference.StreamingLLM(retention_tokens=14, num_sinks=2)),
     "snapkv": (SNAPKV, reference.SnapKV(0.3, window_size=4, kernel_size=3)),
     "keep_all": (
@@ -84,7 +84,7 @@ def test_two_turns(rows: tuple[int, ...], family: str, name: str) -> None:
     same_as_reference(model_of(family), name, rows)
 
 
-@pytest.mark.parametrize("name", ["streaming_llm", "snapkv"])
+@pytest.mark.parametrize("name", ["streamingllm", "snapkv"])
 def test_positions_matter(name: str) -> None:
     """The tests above could not pass where keys keep their positions."""
     policy, method = METHODS[name]
@@ -265,7 +265,7 @@ def test_declarations_that_do_not_fit() -> None:
     dropping = CachePolicy(
         WindowMaxPoolScorer(),
         GQAGroupSelector(),
-        TokenSelectivePropagation(1, 0.5),
+        TokenSelectivePropagation(tsp_layer=1, tsp_rate=0.5),
         gapless=True,
     )
     with pytest.raises(ValueError, match=r"gapless must be False where tokens are dropped.*\[1\]"):

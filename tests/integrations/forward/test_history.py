@@ -38,19 +38,17 @@ from tests.reference import Method, random_tokens, tiny_model
 from tests.reference.history import LookingBack
 
 ROWS = tuple(range(len(FIRST_LENS)))
-SCORER, SELECTOR = WindowMaxPoolScorer(4, 3), GQAGroupSelector(0.3, window_size=4)
-HALF = TokenSelectivePropagation(1, 0.5, window_size=4)
+SCORER, SELECTOR = WindowMaxPoolScorer(4, kernel_size=3), GQAGroupSelector(0.3, window_size=4)
+HALF = TokenSelectivePropagation(tsp_layer=1, tsp_rate=0.5, window_size=4)
 SNAPKV: dict[str, Any] = {"retention_rate": 0.3, "window_size": 4, "kernel_size": 3}
 
 POLICIES: dict[str, tuple[CachePolicy, Method]] = {
     "passing": (
-        CachePolicy(SCORER, SELECTOR, LargestOfLayers(None, 0.4, window_size=4, layers=(2,))),
+        CachePolicy(SCORER, SELECTOR, LargestOfLayers(0.4, window_size=4, layers=(2,))),
         LookingBack(**SNAPKV, passing=2, rates=((2, 0.4),)),
     ),
     "keeping_all": (
-        CachePolicy(
-            SCORER, KeepAllSelector(), LargestOfLayers(None, 0.3, window_size=4, layers=(2,))
-        ),
+        CachePolicy(SCORER, KeepAllSelector(), LargestOfLayers(0.3, window_size=4, layers=(2,))),
         LookingBack(**SNAPKV, passing=2, rates=((2, 0.3),), keeps=True),
     ),
     "behind_a_drop": (  # after layer 0, which has nothing behind it
@@ -59,15 +57,15 @@ POLICIES: dict[str, tuple[CachePolicy, Method]] = {
             SELECTOR,
             StagedPropagation(
                 [
-                    TokenSelectivePropagation(0, 0.7, window_size=4),
-                    LargestOfLayers(None, 0.35, window_size=4, layers=(2,)),
+                    TokenSelectivePropagation(tsp_layer=0, tsp_rate=0.7, window_size=4),
+                    LargestOfLayers(0.35, window_size=4, layers=(2,)),
                 ]
             ),
         ),
         LookingBack(**SNAPKV, passing=2, rates=((0, 0.7), (2, 0.35))),
     ),
     "scoring": (
-        CachePolicy(CarriedOnScorer(4, 3), SELECTOR, HALF),
+        CachePolicy(CarriedOnScorer(4, kernel_size=3), SELECTOR, HALF),
         LookingBack(**SNAPKV, carried_on=0.5, rates=((1, 0.5),)),
     ),
     "selecting": (
@@ -186,7 +184,7 @@ def test_layers_of_all_kinds(name: str, drops: bool) -> None:
     """Sliding windows, recurrences and borrowers give none, and are skipped."""
     model = builds()[name].model() if name in builds() else FAMILIES[name].build()
     at = ModelParts(model).eligible[0]
-    part = TokenSelectivePropagation(at, 0.4) if drops else PassAllPropagation()
+    part = TokenSelectivePropagation(tsp_layer=at, tsp_rate=0.4) if drops else PassAllPropagation()
     choosing, scorer = choosing_layers(model), Noting()
     read(model, CachePolicy(scorer, GQAGroupSelector(0.3), part))
     assert len(choosing) > 1
@@ -222,7 +220,11 @@ def test_a_restart_looks_at_the_pass_that_chooses() -> None:
 
     model, scorer = tiny_model("llama", seed=3), Noting()
     read(model, CachePolicy(scorer, GQAGroupSelector(0.3), PassAllPropagation()))
-    policy = CachePolicy(WindowMaxPoolScorer(), KeepAllSelector(), Back(2, 0.4, window_size=8))
+    policy = CachePolicy(
+        WindowMaxPoolScorer(),
+        KeepAllSelector(),
+        Back(filter_layer=2, retention_rate=0.4, window_size=8),
+    )
     read(model, policy)
     for (_, want), given in zip(scorer.shown, shown, strict=False):
         # Of padding it gives nothing.

@@ -114,7 +114,7 @@ def test_while_decoding(fixed: bool) -> None:
     prompt = torch.tensor([random_tokens(0, 30)])
     said = []
     for each in (rule, plain):
-        policy = CachePolicy(None, KeepAllSelector(), PassAllPropagation(), each)
+        policy = CachePolicy(None, KeepAllSelector(), PassAllPropagation(), decoding=each)
         cache = PolicyCache(policy, max_new_tokens=12 if fixed else None)
         said.append(
             model.generate(prompt, past_key_values=cache, max_new_tokens=12, do_sample=False)
@@ -130,7 +130,7 @@ def test_growing_and_fixed_buffers_say_the_same(name: str) -> None:
     scorer = TurnedBackScorer() if name == "turning" else OutputScorer()
     selector = GQAGroupSelector(retention_tokens=20, window_size=2)
     policy = CachePolicy(
-        scorer, selector, PassAllPropagation(), DecodingEviction(scorer, selector, every=3)
+        scorer, selector, PassAllPropagation(), decoding=DecodingEviction(scorer, selector, every=3)
     )
     prompt = torch.tensor([random_tokens(0, 40)])
     found = []
@@ -147,7 +147,7 @@ def test_a_copy_and_a_loaded_cache_go_on(tmp_path: Any) -> None:
     """A choice that is due first in a copy is made there as in the original."""
     model, scorer = tiny_model("llama", seed=3), Checking()
     rule = DecodingEviction(scorer, GQAGroupSelector(retention_tokens=20, window_size=2), every=4)
-    cache = PolicyCache(CachePolicy(None, KeepAllSelector(), PassAllPropagation(), rule))
+    cache = PolicyCache(CachePolicy(None, KeepAllSelector(), PassAllPropagation(), decoding=rule))
     steps = torch.tensor([random_tokens(1, 8)])
     with torch.no_grad(), cache.attached(model):
         model(torch.tensor([random_tokens(0, 30)]), past_key_values=cache)

@@ -32,16 +32,19 @@ from tests.reference import random_tokens, tiny_model
 POLICIES: dict[str, CachePolicy] = {
     "full_context": FullContext(),
     "snapkv": SnapKV(0.4),
-    "ada_kv": AdaKV(0.4),
+    "adakv": AdaKV(0.4),
     "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3),
     "fastkv_last_layer": FastKV(tsp_layer=3, tsp_rate=0.5, retention_rate=0.3),
-    "gem_filter": GemFilter(retention_rate=0.4),
-    "pyramid_infer": PyramidInfer(0.1, 0.3, min_context=3),
+    "gemfilter": GemFilter(retention_rate=0.4),
+    "pyramidinfer": PyramidInfer(recent_rate=0.1, decay_ratio=0.3, min_context=3),
     "staged": CachePolicy(
         WindowMaxPoolScorer(),
         GQAGroupSelector(0.2),
         StagedPropagation(
-            [TokenSelectivePropagation(0, 0.6), TokenSelectivePropagation(2, 0.3)],
+            [
+                TokenSelectivePropagation(tsp_layer=0, tsp_rate=0.6),
+                TokenSelectivePropagation(tsp_layer=2, tsp_rate=0.3),
+            ],
         ),
     ),
 }
@@ -84,7 +87,10 @@ def test_the_dropping_layer_is_computed_for_what_goes_on() -> None:
 
 @torch.no_grad()
 def test_the_last_layer_is_computed_for_the_logits_asked_for() -> None:
-    for policy, mlp in ((FullContext(), [60, 60, 60, 3]), (GemFilter(2), [66, 66, 6, 3])):
+    for policy, mlp in (
+        (FullContext(), [60, 60, 60, 3]),
+        (GemFilter(filter_layer=2), [66, 66, 6, 3]),
+    ):
         model = tiny_model("llama", seed=1)
         counts = Counts(model)
         cache = PolicyCache(policy)

@@ -162,7 +162,7 @@ def test_the_first_tokens_can_be_protected(model: PreTrainedModel) -> None:
 def test_a_restart_under_a_selector_that_evicts(model: PreTrainedModel) -> None:
     """The second pass is an ordinary prefill of the chosen tokens."""
     policy = CachePolicy(
-        WindowMaxPoolScorer(4, 3),
+        WindowMaxPoolScorer(4, kernel_size=3),
         GQAGroupSelector(retention_tokens=10, window_size=4),
         RestartPropagation(filter_layer=1, retention_tokens=30, window_size=4),
     )
@@ -276,7 +276,7 @@ def test_the_scorer_by_hand() -> None:
 def test_prefill_compute_rate(
     num_layers: int, filter_layer: int, rate: float, computed: float
 ) -> None:
-    policy = GemFilter(filter_layer, rate)
+    policy = GemFilter(filter_layer=filter_layer, retention_rate=rate)
     assert round(policy.prefill_compute_rate(num_layers), 2) == computed
 
 

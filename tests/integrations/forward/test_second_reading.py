@@ -30,7 +30,7 @@ CHUNK, SINKS, OVERLAP, INSTRUCTION = 13, 2, 5, (5, 6, 7)
 RATE = 0.4
 POLICY = CachePolicy(
     PeakAttentionScorer(),
-    GlobalThresholdSelector(RATE, 2),
+    GlobalThresholdSelector(RATE, window_size=2),
     PassAllPropagation(),
     rereading=Repetition(CHUNK, num_sinks=SINKS, overlap=OVERLAP, instruction_ids=INSTRUCTION),
 )
@@ -266,7 +266,7 @@ def test_drops_and_restarts_are_refused() -> None:
     policy = CachePolicy(
         PeakAttentionScorer(),
         GlobalThresholdSelector(),
-        TokenSelectivePropagation(1, 0.5),
+        TokenSelectivePropagation(tsp_layer=1, tsp_rate=0.5),
         rereading=Repetition(),
     )
     with (

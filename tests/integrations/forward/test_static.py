@@ -102,7 +102,7 @@ def test_the_answer_is_that_of_growing_buffers(model: PreTrainedModel, name: str
         assert layer.capacity == layer.kept_len + room
 
 
-@pytest.mark.parametrize("name", ["snapkv", "fastkv", "gem_filter", "ada_kv"])
+@pytest.mark.parametrize("name", ["snapkv", "fastkv", "gemfilter", "adakv"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_generate_compiles_what_is_decoded_and_nothing_else(
     backend: Counting, name: str, implementation: str
@@ -131,7 +131,7 @@ def test_families(family: str) -> None:
     sees_all = None in ModelParts(model).windows
     drops = ["fastkv"] if sees_all else []
     # Where no query is seen, a policy that asks for none.
-    for name in ("key_diff",) if family in UNSEEN else ("ada_kv", *drops):
+    for name in ("keydiff",) if family in UNSEEN else ("adakv", *drops):
         policy, given = suited(name, model), batch_of(50, 34)
         want = generate(model, PolicyCache(policy), given, max_new_tokens=20)
         got = generate(model, PolicyCache(policy, max_new_tokens=20), given, max_new_tokens=20)

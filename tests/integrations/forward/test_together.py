@@ -43,13 +43,15 @@ WORDS = {"instruction_ids": (7, 8, 9), "later_ids": (11, 12), "answer_ids": (13,
 METHODS: dict[str, tuple[CachePolicy, Together]] = {
     "threshold": (
         CachePolicy(
-            WindowMaxPoolScorer(4, 3), GlobalThresholdSelector(0.3, 4), PassAllPropagation()
+            WindowMaxPoolScorer(4, kernel_size=3),
+            GlobalThresholdSelector(0.3, window_size=4),
+            PassAllPropagation(),
         ),
         Together(0.3, window_size=4, base=SnapKV(window_size=4, kernel_size=3)),
     ),
     "threshold_tokens": (
         CachePolicy(
-            WindowMaxPoolScorer(2, 1),
+            WindowMaxPoolScorer(2, kernel_size=1),
             GlobalThresholdSelector(window_size=2, retention_tokens=13, protect=3),
             PassAllPropagation(),
         ),
@@ -62,9 +64,9 @@ METHODS: dict[str, tuple[CachePolicy, Together]] = {
     ),
     "threshold_after_a_drop": (
         CachePolicy(
-            WindowMaxPoolScorer(4, 3),
-            GlobalThresholdSelector(0.42, 4),
-            TokenSelectivePropagation(1, 0.5, window_size=4),
+            WindowMaxPoolScorer(4, kernel_size=3),
+            GlobalThresholdSelector(0.42, window_size=4),
+            TokenSelectivePropagation(tsp_layer=1, tsp_rate=0.5, window_size=4),
         ),
         Together(
             0.42,
@@ -91,7 +93,14 @@ METHODS: dict[str, tuple[CachePolicy, Together]] = {
     # One row is shorter than its system prompt in the first turn, and not in the second.
     "kvzip_of_a_short_row": (
         KVzip(
-            0.26, 17, 3, 2, overlap=5, instruction_ids=[5, 6], head_uniform=True, whole_tokens=30
+            0.26,
+            chunk_size=17,
+            num_sinks=3,
+            window_size=2,
+            overlap=5,
+            instruction_ids=[5, 6],
+            head_uniform=True,
+            whole_tokens=30,
         ),
         Together(
             0.26,
@@ -105,7 +114,7 @@ METHODS: dict[str, tuple[CachePolicy, Together]] = {
     "repeated_in_words": (
         CachePolicy(
             PeakAttentionScorer(),
-            GlobalThresholdSelector(0.3, 2),
+            GlobalThresholdSelector(0.3, window_size=2),
             PassAllPropagation(),
             rereading=Repetition(23, num_sinks=0, overlap=30, **cast(Any, WORDS)),
         ),
@@ -114,7 +123,7 @@ METHODS: dict[str, tuple[CachePolicy, Together]] = {
     "behind_tokens_that_are_kept": (
         CachePolicy(
             PeakAttentionScorer(),
-            GlobalThresholdSelector(0.4, 2, protect=9),
+            GlobalThresholdSelector(0.4, window_size=2, protect=9),
             PassAllPropagation(),
             rereading=Repetition(23, num_sinks=9, overlap=4, unrepeated=9),
         ),

@@ -89,5 +89,5 @@ def composed(draw: st.DrawFn) -> Rule:
     tokens, every, window, kernel = draw(TOKENS), draw(EVERY), draw(WINDOWS), draw(KERNELS)
     pairs = keeping((None, tokens), window, kernel)
     selector, method = draw(pairs.filter(lambda pair: pair[0].is_bounded))
-    scorer = policies.WindowMaxPoolScorer(window, kernel)
-    return DecodingEviction(scorer, selector, every), Bound(method, every, window)
+    scorer = policies.WindowMaxPoolScorer(window, kernel_size=kernel)
+    return DecodingEviction(scorer, selector, every=every), Bound(method, every, window)

@@ -167,12 +167,14 @@ def staged(draw: st.DrawFn, num_layers: int) -> Pair:
     selector, keeps = draw(keeping(kept, window, kernel))
     parts = [
         policies.TokenSelectivePropagation(
-            layer, **named(amount, "tsp"), window_size=window, protect=protect
+            tsp_layer=layer, **named(amount, "tsp"), window_size=window, protect=protect
         )
         for layer, amount in stages
     ]
     policy = CachePolicy(
-        policies.WindowMaxPoolScorer(window, kernel), selector, policies.StagedPropagation(parts)
+        policies.WindowMaxPoolScorer(window, kernel_size=kernel),
+        selector,
+        policies.StagedPropagation(parts),
     )
     observes = reference.SnapKV(window_size=window, kernel_size=kernel, protect=protect)
     return policy, Dropping(keeps, observes, tuple(stages))
@@ -186,9 +188,11 @@ def restarting(draw: st.DrawFn, num_layers: int) -> Pair:
     layer = draw(st.integers(0, num_layers - 1))
     selector, keeps = draw(keeping(kept, window, kernel))
     policy = CachePolicy(
-        policies.WindowMaxPoolScorer(window, kernel),
+        policies.WindowMaxPoolScorer(window, kernel_size=kernel),
         selector,
-        policies.RestartPropagation(layer, **named(passed), window_size=window, protect=protect),
+        policies.RestartPropagation(
+            filter_layer=layer, **named(passed), window_size=window, protect=protect
+        ),
     )
     observes = reference.SnapKV(window_size=window, kernel_size=kernel, protect=protect)
     return policy, Restarting(layer, passed[0], kernel, passed[1], keeps=keeps, observes=observes)
@@ -200,8 +204,8 @@ KINDS: dict[str, Callable[[int], st.SearchStrategy[Pair]]] = {
     "snapkv_like": snapkv_like,
     "ranked": ranked,
     "fastkv": fastkv,
-    "gem_filter": gem_filter,
-    "pyramid_infer": pyramid_infer,
+    "gemfilter": gem_filter,
+    "pyramidinfer": pyramid_infer,
     "staged": staged,
     "restarting": restarting,
 }

@@ -50,8 +50,8 @@ UNLIKE = Lengths(first=(37, 23), second=(29, 29), num_decode=4)
 # SpireKV and one CLAA drop after layer 1, which is recurrent in ATTENDING_FIRST, LazyLLM and
 # SlimInfer in three stages, for which two layers that attend are too few. UniPrefill passes on
 # numbers that differ between rows.
-REFUSED = ("spire_kv", "claa", "lazy_llm", "slim_infer", "uni_prefill")
-ALLOWED = [name for name in METHODS if not name.startswith("pyramid_infer") and name not in REFUSED]
+REFUSED = ("spirekv", "claa", "lazyllm", "sliminfer", "uniprefill")
+ALLOWED = [name for name in METHODS if not name.startswith("pyramidinfer") and name not in REFUSED]
 # What METHODS drop at are layers 0 and 2; of these the nearest to the middle is 2.
 ATTENDING_FIRST = (FULL, LINEAR, FULL, LINEAR)
 RECURRENT_FIRST = (LINEAR, FULL, LINEAR, FULL, LINEAR)
@@ -68,18 +68,18 @@ DROPPING: dict[str, tuple[CachePolicy, Method]] = {
     ),
     "two_stages": (
         CachePolicy(
-            WindowMaxPoolScorer(4, 3),
+            WindowMaxPoolScorer(4, kernel_size=3),
             GQAGroupSelector(0.2, window_size=4),
             StagedPropagation(
                 [
-                    TokenSelectivePropagation(1, 0.4, window_size=4),
-                    TokenSelectivePropagation(3, 0.25, window_size=4),
+                    TokenSelectivePropagation(tsp_layer=1, tsp_rate=0.4, window_size=4),
+                    TokenSelectivePropagation(tsp_layer=3, tsp_rate=0.25, window_size=4),
                 ]
             ),
         ),
         reference.Staged(0.2, window_size=4, kernel_size=3, stages=((1, 0.4), (3, 0.25))),
     ),
-    "gem_filter": (GemFilter(retention_rate=0.3), reference.GemFilter(retention_rate=0.3)),
+    "gemfilter": (GemFilter(retention_rate=0.3), reference.GemFilter(retention_rate=0.3)),
 }
 
 
@@ -112,13 +112,13 @@ def test_rows_of_one_length_drop_in_both_turns(name: str) -> None:
 
 
 STAGED: dict[str, tuple[CachePolicy, Method]] = {
-    "slim_infer": (
-        SlimInfer(0.2, unit_size=2, block_units=2),
+    "sliminfer": (
+        SlimInfer(tsp_rate=0.2, unit_size=2, block_units=2),
         reference.SlimInfer(
             ((0, 0.8), (2, 0.4), (4, 0.2)), 4, protect=4, unit_size=2, block_units=2
         ),
     ),
-    "lazy_llm": (LazyLLM(0.6), reference.LazyLLM(((0, 0.6), (2, 0.6**2), (4, 0.6**3)))),
+    "lazyllm": (LazyLLM(keep_rate=0.6), reference.LazyLLM(((0, 0.6), (2, 0.6**2), (4, 0.6**3)))),
 }
 
 
@@ -142,7 +142,7 @@ def test_stages_for_which_too_few_layers_attend(name: str) -> None:
     assert store.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("name", ["spire_kv", "claa"])
+@pytest.mark.parametrize("name", ["spirekv", "claa"])
 def test_a_recurrent_layer_cannot_say_what_goes_on(name: str) -> None:
     store = PolicyCache(METHODS[name][0])
     with pytest.raises(UnsupportedModelError, match=r"must attend, but layers \[1\]"):
@@ -152,7 +152,15 @@ def test_a_recurrent_layer_cannot_say_what_goes_on(name: str) -> None:
 
 def test_votes_are_those_of_the_last_layers_that_attend() -> None:
     """Layers 4 and 2: not 3, which is recurrent, nor 0, of which there would be one too many."""
-    policy = CLAA(4, 0.25, 4, 3, voting_layers=2, whole_layers=1, tsp_rate=0.4)
+    policy = CLAA(
+        tsp_layer=4,
+        retention_rate=0.25,
+        window_size=4,
+        kernel_size=3,
+        voting_layers=2,
+        whole_layers=1,
+        tsp_rate=0.4,
+    )
     method = reference.CLAA(0.25, 4, 3, tsp_layer=4, tsp_rate=0.4, voting_layers=2, whole_layers=1)
     model = model_of(THREE_ATTENDING)
     _, turns = run_conversation(model, policy, (0, 1), ALIKE)
@@ -164,7 +172,7 @@ def test_votes_are_those_of_the_last_layers_that_attend() -> None:
 
 
 @pytest.mark.parametrize("attending", [(3, 7), (1, 5), (0, 6), (7,)], ids=str)
-@pytest.mark.parametrize("policy", [FastKV(), GemFilter()], ids=["fastkv", "gem_filter"])
+@pytest.mark.parametrize("policy", [FastKV(), GemFilter()], ids=["fastkv", "gemfilter"])
 def test_defaults_take_the_layer_nearest_to_half_depth(
     policy: CachePolicy, attending: tuple[int, ...]
 ) -> None:
@@ -176,7 +184,7 @@ def test_defaults_take_the_layer_nearest_to_half_depth(
 
 @pytest.mark.parametrize("row", ALL_ROWS)
 def test_blocks_by_content_in_rows_alone(row: int) -> None:
-    policy, method = METHODS["uni_prefill"]
+    policy, method = METHODS["uniprefill"]
     _, turns = run_conversation(model_of(ATTENDING_FIRST), policy, (row,), LENGTHS)
     expected = expected_turns(model_of(ATTENDING_FIRST), method, row, LENGTHS, HybridState)
     for turn, of_row in zip(turns, expected, strict=True):
@@ -193,7 +201,7 @@ def test_single_row_with_eager_attention(name: str) -> None:
         assert_same(turn, 0, of_row)
 
 
-@pytest.mark.parametrize("name", ["fastkv", "two_stages", "gem_filter", "uni_prefill"])
+@pytest.mark.parametrize("name", ["fastkv", "two_stages", "gemfilter", "uniprefill"])
 def test_unlike_numbers_that_go_on_in_a_later_turn(name: str) -> None:
     """A state would read the padding of the row that passes on fewer."""
     policy, _ = METHODS[name]
@@ -215,7 +223,7 @@ def act_of(turn: Turn, row: int, length: int, num_layers: int) -> Act:
 def test_the_decoder_cut_in_two(evicts: bool, layer_types: tuple[str, ...]) -> None:
     """By the model's own modules alone: the upper ones read what went on, and then the answer."""
     model, layer = model_of(layer_types), layer_types.index(FULL)
-    propagation = TokenSelectivePropagation(layer, 0.4, window_size=4)
+    propagation = TokenSelectivePropagation(tsp_layer=layer, tsp_rate=0.4, window_size=4)
     selector = GQAGroupSelector(0.3, window_size=4) if evicts else KeepAllSelector()
     store = PolicyCache(CachePolicy(WindowMaxPoolScorer(4), selector, propagation))
     ids, mask = left_padded([random_tokens(row, LENGTHS.first[row]) for row in ALL_ROWS])

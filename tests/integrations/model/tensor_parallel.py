@@ -50,7 +50,7 @@ class LocalPropagation(TokenSelectivePropagation):
 
 
 LOCAL_FASTKV = CachePolicy(
-    WindowMaxPoolScorer(4, 3),
+    WindowMaxPoolScorer(4, kernel_size=3),
     GQAGroupSelector(0.25, window_size=4),
     LocalPropagation(tsp_rate=0.4, window_size=4),
 )
@@ -59,7 +59,7 @@ POLICIES: dict[str, CachePolicy] = {
     "random": Random(0.3),
     "local": LOCAL_FASTKV,
     "by_content": CachePolicy(
-        WindowMaxPoolScorer(4, 3),
+        WindowMaxPoolScorer(4, kernel_size=3),
         GQAGroupSelector(0.3, window_size=4),
         MassPropagation((0, 2)),
     ),
@@ -74,9 +74,9 @@ POLICIES: dict[str, CachePolicy] = {
         TokenSelectivePropagation(tsp_rate=0.4, window_size=4),
     ),
     "looking_back": CachePolicy(
-        CarriedOnScorer(4, 3),
+        CarriedOnScorer(4, kernel_size=3),
         RememberingSelector(0.3, window_size=4),
-        LargestOfLayers(None, 0.4, window_size=4, layers=(2,)),
+        LargestOfLayers(0.4, window_size=4, layers=(2,)),
     ),
     "bounded_h2o": H2O(0.25, decoding=H2O().decoding_rule(12, every=2)),
     "bounded_ada_kv": AdaKV(0.25, decoding=AdaKV(window_size=4).decoding_rule(12, every=3)),
@@ -87,11 +87,11 @@ CASES: list[tuple[Family, str]] = [
     ("llama", "fastkv"),
     ("llama", "fastkv_first_layer"),
     ("llama", "fastkv_group_first"),
-    ("llama", "gem_filter"),
-    ("llama", "pyramid_infer"),
+    ("llama", "gemfilter"),
+    ("llama", "pyramidinfer"),
     ("llama", "two_stages"),
-    ("llama", "ada_kv"),
-    ("llama", "chunk_kv"),
+    ("llama", "adakv"),
+    ("llama", "chunkkv"),
     ("llama", "random"),
     ("llama", "by_content"),
     ("llama", "looking_back"),
@@ -101,8 +101,8 @@ CASES: list[tuple[Family, str]] = [
     ("llama", "bounded_ada_kv"),
     ("qwen3", "snapkv"),
     ("qwen3", "fastkv"),
-    ("qwen3", "gem_filter"),
-    ("qwen3", "pyramid_infer"),
+    ("qwen3", "gemfilter"),
+    ("qwen3", "pyramidinfer"),
 ]
 
 # One with latents for all heads, one with recurrent layers; read in one turn, since a state skips
@@ -110,7 +110,7 @@ CASES: list[tuple[Family, str]] = [
 KINDS: list[tuple[str, str]] = [
     (name, policy)
     for name in ("deepseek_v2", "qwen3_next")
-    for policy in ("snapkv", "fastkv", "gem_filter")
+    for policy in ("snapkv", "fastkv", "gemfilter")
 ]
 KINDS.append(("deepseek_v2", "snapkv_group_first"))
 

@@ -23,8 +23,8 @@ POLICIES: dict[str, CachePolicy] = {
     "full_context": FullContext(),
     "snapkv": SnapKV(0.4),
     "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3),
-    "gem_filter": GemFilter(retention_rate=0.4),
-    "pyramid_infer": PyramidInfer(0.1, 0.3, min_context=3),
+    "gemfilter": GemFilter(retention_rate=0.4),
+    "pyramidinfer": PyramidInfer(recent_rate=0.1, decay_ratio=0.3, min_context=3),
 }
 
 
@@ -69,7 +69,7 @@ def uncompiled() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", [*POLICIES, "ada_kv"])
+@pytest.mark.parametrize("name", [*POLICIES, "adakv"])
 def test_flex_attention(name: str, padded: bool) -> None:
     policy = POLICIES.get(name, AdaKV(0.4))
     expected = run(tiny_model("llama", seed=1), policy, padded)

@@ -60,7 +60,7 @@ def on_meta(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.is_meta]
 
 
-@pytest.mark.parametrize("method", ["snapkv", "fastkv", "gem_filter", "pyramid_infer"])
+@pytest.mark.parametrize("method", ["snapkv", "fastkv", "gemfilter", "pyramidinfer"])
 @pytest.mark.parametrize("place", PLACES)
 def test_two_turns_give_what_they_give_without_hooks(
     tmp_path: Path, place: str, method: str
@@ -91,7 +91,7 @@ def test_the_decoder_alone_may_carry_the_outermost_hook(tmp_path: Path, place: s
     """Then a pass that restarts ends inside of it as well."""
 
     def states(decoder: Any, ids: Tensor) -> Tensor:
-        cache = PolicyCache(METHODS["gem_filter"][0])
+        cache = PolicyCache(METHODS["gemfilter"][0])
         with torch.no_grad(), cache.attached(decoder):
             hidden: Tensor = decoder(ids, past_key_values=cache).last_hidden_state
             step: Tensor = decoder(ids[:, :1], past_key_values=cache).last_hidden_state

@@ -88,25 +88,29 @@ def suited(policy_name: str, model: PreTrainedModel) -> CachePolicy:
     full = [index for index in parts.attending if parts.windows[index] is None]
     if policy_name == "fastkv":
         return FastKV(tsp_layer=full[0] if full else None, tsp_rate=0.5, retention_rate=0.3)
-    if policy_name == "gem_filter":
+    if policy_name == "gemfilter":
         return GemFilter(retention_rate=0.4)
-    if policy_name == "pyramid_infer":
-        return PyramidInfer(0.2, 0.5, min_context=4)
+    if policy_name == "pyramidinfer":
+        return PyramidInfer(recent_rate=0.2, decay_ratio=0.5, min_context=4)
     factory: Any = registered("policy")[policy_name]
     first = full[0] if full else 0
     dropping: dict[str, dict[str, Any]] = {
         "claa": {"tsp_layer": first, "retention_rate": 0.3, "tsp_rate": 0.5, "whole_layers": 1},
-        "uni_prefill": {"drop_layers": full[:2] or [0], "mass": 0.6, "block_size": 4}
+        "uniprefill": {"drop_layers": full[:2] or [0], "mass": 0.6, "block_size": 4}
         | {"num_sinks": 2, "window_size": 3},
-        "prompt_distill": {"tsp_layer": first, "tsp_rate": 0.4},
-        "spire_kv": {"tsp_layer": first, "retention_rate": 0.3, "tsp_rate": 0.5},
-        "lazy_llm": {"drop_layers": full[:2] or [0], "keep_rate": 0.6},
+        "promptdistill": {"tsp_layer": first, "tsp_rate": 0.4},
+        "spirekv": {"tsp_layer": first, "retention_rate": 0.3, "tsp_rate": 0.5},
+        "lazyllm": {"drop_layers": full[:2] or [0], "keep_rate": 0.6},
     }
     if policy_name in dropping:
         return factory(**dropping[policy_name])
-    if policy_name == "slim_infer":  # whose own stages are those of larger models
-        stage = TokenSelectivePropagation(first, 0.4, window_size=4)
-        return CachePolicy(BlockProductScorer(4, 2, 2), KeepAllSelector(), stage)
+    if policy_name == "sliminfer":  # whose own stages are those of larger models
+        stage = TokenSelectivePropagation(tsp_layer=first, tsp_rate=0.4, window_size=4)
+        return CachePolicy(
+            BlockProductScorer(window_size=4, chunk_size=2, block_chunks=2),
+            KeepAllSelector(),
+            stage,
+        )
     if policy_name in ("full_context", "fastv"):  # these take no rate; here are no images
         return factory()
     return factory(retention_rate=0.3)
@@ -154,7 +158,7 @@ def test_every_policy_gives_what_dense_attention_gives(family: str, name: str) -
         with pytest.raises(UnsupportedModelError, match="shows no queries: it looks at"):
             generate(model, store)
         return
-    if any(windows[layer] for layer in acting) or (any(windows) and name == "gem_filter"):
+    if any(windows[layer] for layer in acting) or (any(windows) and name == "gemfilter"):
         with pytest.raises(UnsupportedModelError, match=r"sliding window|keys of their own"):
             generate(model, store)
         assert store.get_seq_length() == 0

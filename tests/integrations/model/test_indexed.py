@@ -49,7 +49,7 @@ if not FAMILY_NAMES:
 ROWS = [tokens(0, 47), tokens(1, 31)]
 POLICIES: dict[str, CachePolicy] = {
     "snapkv": SnapKV(0.35, window_size=4),
-    "ada_kv": AdaKV(0.35, window_size=4),
+    "adakv": AdaKV(0.35, window_size=4),
     "fastkv": FastKV(tsp_rate=0.6, retention_rate=0.35, window_size=4),
     "full_context": FullContext(),
 }

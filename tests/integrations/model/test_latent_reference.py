@@ -24,7 +24,7 @@ from tests.reference.mixed_models import latent_model
 LENGTHS = Lengths(first=(45, 31, 19), second=(9, 17, 3), num_decode=8)
 # The reference has no leverages of the keys that a latent expands to, which Compactor goes by.
 # CriticalKV reads output weights, head by head, where one choice is for all heads.
-ALLOWED = [name for name in METHODS if name not in ("compactor", "critical_kv")]
+ALLOWED = [name for name in METHODS if name not in ("compactor", "criticalkv")]
 ALL_ROWS = tuple(range(len(LENGTHS.first)))
 
 
@@ -45,7 +45,7 @@ def test_padded_batch_over_two_turns(name: str) -> None:
 
 def test_output_weights_are_refused_where_all_heads_share_what_is_stored() -> None:
     """Nothing is held of the prompt, and the model reads it as before."""
-    store = PolicyCache(METHODS["critical_kv"][0])
+    store = PolicyCache(METHODS["criticalkv"][0])
     ids = torch.tensor([random_tokens(0, 31)])
     with pytest.raises(UnsupportedModelError, match="must not turn keys or read output weights"):
         run_turn(model_of(), store, ids, None, 1)
@@ -58,7 +58,7 @@ def test_output_weights_are_refused_where_all_heads_share_what_is_stored() -> No
     assert_same(read, 0, expected)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "key_diff", "pyramid_infer_steep", "fastkv"])
+@pytest.mark.parametrize("name", ["snapkv", "keydiff", "pyramid_infer_steep", "fastkv"])
 def test_single_row_with_eager_attention(name: str) -> None:
     policy, method = METHODS[name]
     store, turns = run_conversation(model_of("eager"), policy, (1,), LENGTHS)
@@ -69,7 +69,7 @@ def test_single_row_with_eager_attention(name: str) -> None:
         assert_same(turn, 0, expected)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "fastkv", "gem_filter"])
+@pytest.mark.parametrize("name", ["snapkv", "fastkv", "gemfilter"])
 def test_the_methods_evict_what_matters(name: str) -> None:
     """The tests above could not pass with the full context in the place of the method."""
     turns, full = (

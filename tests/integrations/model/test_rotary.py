@@ -256,7 +256,9 @@ def test_behind_a_restart(rows: tuple[int, ...]) -> None:
     """Chosen tokens are read without gaps, and shown at their original positions."""
     model = build("llama")
     scorer = Comparing(FAMILY_KEYS["llama"](model), twice=True)
-    policy = CachePolicy(scorer, GQAGroupSelector(0.2), RestartPropagation(1, 0.4))
+    policy = CachePolicy(
+        scorer, GQAGroupSelector(0.2), RestartPropagation(filter_layer=1, retention_rate=0.4)
+    )
     cache = PolicyCache(policy)
     read(model, cache, 0, *rows)
     # Layer 2 is reached by the chosen tokens only, layer 1 by all and then by them.
@@ -351,7 +353,11 @@ def test_frequencies_that_have_changed_are_refused(name: str) -> None:
 
 
 def test_an_earlier_restart_is_refused() -> None:
-    policy = CachePolicy(TurnedBackScorer(), GQAGroupSelector(0.3), RestartPropagation(1, 0.4))
+    policy = CachePolicy(
+        TurnedBackScorer(),
+        GQAGroupSelector(0.3),
+        RestartPropagation(filter_layer=1, retention_rate=0.4),
+    )
     model, cache = build("llama"), PolicyCache(policy)
     read(model, cache, 0, 30)
     with pytest.raises(UnsupportedModelError, match="restart in an earlier turn"):

@@ -104,7 +104,7 @@ def test_a_part_that_no_hook_is_on_may_be_compiled() -> None:
 # Gradients, and other modes of torch.
 
 
-@pytest.mark.parametrize("name", ["full_context", "snapkv", "ada_kv", "fastkv", "gem_filter"])
+@pytest.mark.parametrize("name", ["full_context", "snapkv", "adakv", "fastkv", "gemfilter"])
 def test_gradients_flow_through_what_is_kept(name: str) -> None:
     """Choices have no gradient; what was chosen has, from a decoded token back to the prompt."""
     model = tiny_model("llama", seed=1)
@@ -125,7 +125,7 @@ def test_gradients_flow_through_what_is_kept(name: str) -> None:
     (gradient,) = torch.autograd.grad(logits[0, -1].sum(), embeds, retain_graph=True)
     touched = set(gradient[0].abs().sum(dim=1).nonzero().flatten().tolist())
     assert kept <= touched  # and what those tokens have attended to
-    if name == "gem_filter":
+    if name == "gemfilter":
         assert touched == kept  # nothing of a token that the second pass did not read
         assert len(kept) == 12
     prompt.sum().backward()
@@ -133,7 +133,7 @@ def test_gradients_flow_through_what_is_kept(name: str) -> None:
     assert {name for name, each in model.named_parameters() if each.grad is None} == unread
 
 
-@pytest.mark.parametrize("name", ["full_context", "streaming_llm", "snapkv", "ada_kv", "fastkv"])
+@pytest.mark.parametrize("name", ["full_context", "streamingllm", "snapkv", "adakv", "fastkv"])
 def test_gradients_are_those_of_dense_attention_under_a_mask(name: str) -> None:
     """The mask lets every layer see what it kept and all newer tokens; it has no gradient."""
     model = tiny_model("llama", seed=1)

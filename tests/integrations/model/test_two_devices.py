@@ -16,16 +16,16 @@ from tests.reference import random_tokens, tiny_model
 
 NAMES = (
     "full_context",
-    "streaming_llm",
+    "streamingllm",
     "snapkv",
     "h2o",
     "fastkv",  # drops on the first device
     "fastkv_tokens",  # drops on the second
-    "gem_filter",  # chooses on the second
-    "pyramid_infer",  # drops on both
-    "ada_kv",
+    "gemfilter",  # chooses on the second
+    "pyramidinfer",  # drops on both
+    "adakv",
 )
-FIRST_FAR = {"gem_filter": 1}  # else 2, of 4
+FIRST_FAR = {"gemfilter": 1}  # else 2, of 4
 
 
 def model_of(attention: str = "sdpa") -> PreTrainedModel:

@@ -40,8 +40,8 @@ FAMILIES = (
 )
 ROWS = [tokens(0, 40), tokens(1, 23)]
 POLICIES: dict[str, CachePolicy] = {
-    "streaming_llm": StreamingLLM(0.4),
-    "key_diff": KeyDiff(0.4, window_size=2),  # each head keeps its own
+    "streamingllm": StreamingLLM(0.4),
+    "keydiff": KeyDiff(0.4, window_size=2),  # each head keeps its own
     "dropping": CachePolicy(
         KeyNormScorer(),
         SinkAndRecentSelector(0.2),
@@ -52,7 +52,7 @@ LOOKING: dict[str, CachePolicy] = {
     "snapkv": SnapKV(0.3, window_size=4),
     "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3, window_size=4),
     "h2o": H2O(0.4, window_size=2),
-    "gem_filter": GemFilter(retention_rate=0.4),
+    "gemfilter": GemFilter(retention_rate=0.4),
 }
 
 
@@ -65,7 +65,7 @@ def decoder(name: str) -> PreTrainedModel:
 def test_policies_without_queries_are_right_and_others_refused(name: str) -> None:
     verdict = Judge(name, decoder(name))()
     for policy, outcome in verdict.policies.items():
-        if policy.startswith(("full_context", "streaming_llm")):
+        if policy.startswith(("full_context", "streamingllm")):
             assert outcome == "right", (policy, outcome)
         else:
             assert outcome.startswith("refused: "), (policy, outcome)
@@ -136,7 +136,11 @@ def test_policies_that_look_at_queries(policy: str) -> None:
 
 
 def test_a_restart_is_refused_with_any_scorer() -> None:
-    policy = CachePolicy(KeyNormScorer(), SinkAndRecentSelector(0.3), RestartPropagation(None, 0.5))
+    policy = CachePolicy(
+        KeyNormScorer(),
+        SinkAndRecentSelector(0.3),
+        RestartPropagation(filter_layer=None, retention_rate=0.5),
+    )
     with pytest.raises(UnsupportedModelError, match="it restarts the prefill"):
         generate(decoder("falcon"), PolicyCache(policy), torch.tensor(ROWS[:1]))
 

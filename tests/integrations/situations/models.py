@@ -35,32 +35,32 @@ class Refuses:
     bounds: frozenset[str] = frozenset()
 
 
-_WINDOWS = frozenset({"gem_filter", "pyramid_infer"})
+_WINDOWS = frozenset({"gemfilter", "pyramidinfer"})
 _AGAIN = frozenset({"kvzip"})
-_ASKING = frozenset({"expected_attention", "critical_kv"})
+_ASKING = frozenset({"expected_attention", "criticalkv"})
 _LOOKING = frozenset(
-    {"snapkv", "h2o", "tova", "ada_kv", "fastkv", "gem_filter", "pyramid_infer"}
-    | {"kvzip", "expected_attention", "critical_kv"}
+    {"snapkv", "h2o", "tova", "adakv", "fastkv", "gemfilter", "pyramidinfer"}
+    | {"kvzip", "expected_attention", "criticalkv"}
 )
-_STATES = frozenset({"pyramid_infer"})
+_STATES = frozenset({"pyramidinfer"})
 _WATCHING = frozenset({"sums", "last", "window", "redundancy"})
 KINDS: dict[str, Refuses] = {
     "gpt_oss": Refuses(_WINDOWS),
     "gemma3_text": Refuses(_WINDOWS),
     "llama4_text_mixed": Refuses(_WINDOWS),
-    "deepseek_v3": Refuses(frozenset({"critical_kv"})),
-    "jetmoe": Refuses(frozenset({"critical_kv"})),
+    "deepseek_v3": Refuses(frozenset({"criticalkv"})),
+    "jetmoe": Refuses(frozenset({"criticalkv"})),
     "qwen3_next": Refuses(_STATES, states=True),
     "nemotron_h": Refuses(_STATES | _ASKING, states=True),
     "lfm2": Refuses(_STATES, states=True),
     "falcon_h1": Refuses(_STATES | _AGAIN, states=True, chunked_drops=True),
     "inkling_text": Refuses(
-        _STATES | _AGAIN | _ASKING | {"gem_filter"}, states=True, chunked_drops=True
+        _STATES | _AGAIN | _ASKING | {"gemfilter"}, states=True, chunked_drops=True
     ),
     "gemma3n_text": Refuses(_WINDOWS | _AGAIN, chunked_drops=True),
     "gpt2": Refuses(_ASKING, chunked_drops=True),
-    "deepseek_v32": Refuses(_AGAIN | {"critical_kv"}, chunked_drops=True),
-    "hy_v4": Refuses(_AGAIN | _ASKING | {"pyramid_infer"}, chunked_drops=True),
+    "deepseek_v32": Refuses(_AGAIN | {"criticalkv"}, chunked_drops=True),
+    "hy_v4": Refuses(_AGAIN | _ASKING | {"pyramidinfer"}, chunked_drops=True),
     "bert": Refuses(_ASKING),
     "gptj": Refuses(_LOOKING, bounds=_WATCHING),
     "falcon": Refuses(_LOOKING, bounds=_WATCHING),

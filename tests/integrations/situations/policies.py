@@ -27,7 +27,7 @@ from tests.reference.decoding import Redundancy
 GAPLESS: dict[str, tuple[CachePolicy, Any]] = {
     "gapless_snapkv": (
         CachePolicy(
-            WindowMaxPoolScorer(4, 3),
+            WindowMaxPoolScorer(4, kernel_size=3),
             GQAGroupSelector(0.3, window_size=4),
             PassAllPropagation(),
             gapless=True,
@@ -38,7 +38,9 @@ GAPLESS: dict[str, tuple[CachePolicy, Any]] = {
 TOGETHER: dict[str, tuple[CachePolicy, Any]] = {
     "threshold": (
         CachePolicy(
-            WindowMaxPoolScorer(4, 3), GlobalThresholdSelector(0.3, 4), PassAllPropagation()
+            WindowMaxPoolScorer(4, kernel_size=3),
+            GlobalThresholdSelector(0.3, window_size=4),
+            PassAllPropagation(),
         ),
         reference.Together(0.3, window_size=4, base=reference.SnapKV(window_size=4, kernel_size=3)),
     ),
@@ -49,9 +51,9 @@ TOGETHER: dict[str, tuple[CachePolicy, Any]] = {
 }
 # Of every way to score, to choose and to pass on one; test_against_reference.py has all methods.
 _NAMES = (
-    *("full_context", "streaming_llm", "snapkv", "h2o", "tova", "key_diff", "ada_kv", "fastkv"),
-    *("two_stages", "gem_filter", "pyramid_infer", "claa", "expected_attention"),
-    "critical_kv",
+    *("full_context", "streamingllm", "snapkv", "h2o", "tova", "keydiff", "adakv", "fastkv"),
+    *("two_stages", "gemfilter", "pyramidinfer", "claa", "expected_attention"),
+    "criticalkv",
 )
 POLICIES: dict[str, tuple[CachePolicy, Any]] = {
     **{name: METHODS[name] for name in _NAMES},

@@ -62,12 +62,12 @@ AXES: dict[str, Sequence[str]] = {
 
 # Those that take whatever layer the model has for them.
 OF_KINDS = frozenset(
-    {"full_context", "streaming_llm", "snapkv", "h2o", "tova", "key_diff", "ada_kv", "fastkv"}
-    | {"gem_filter", "pyramid_infer", "kvzip", "expected_attention", "critical_kv"}
+    {"full_context", "streamingllm", "snapkv", "h2o", "tova", "keydiff", "adakv", "fastkv"}
+    | {"gemfilter", "pyramidinfer", "kvzip", "expected_attention", "criticalkv"}
 )
 # Whose reference knows that layers hold less than there was once an answer has been bounded.
-BOUNDED = OF_KINDS - {"kvzip", "expected_attention", "critical_kv"} | {"two_stages"}
-ROUNDED = frozenset({"full_context", "streaming_llm"})
+BOUNDED = OF_KINDS - {"kvzip", "expected_attention", "criticalkv"} | {"two_stages"}
+ROUNDED = frozenset({"full_context", "streamingllm"})
 DROPPING = frozenset(
     name for name, (policy, _) in POLICIES.items() if policy.propagation.acting_layers(4)
 )
@@ -140,12 +140,12 @@ def _model_forbids(told: Mapping[str, Any]) -> bool:
 # A policy by the score of the bound: what a bounded answer leaves behind decides in a later turn.
 ALIKE = {
     "none": "snapkv",
-    "rolling": "streaming_llm",
+    "rolling": "streamingllm",
     "sums": "h2o",
     "last": "tova",
     "window": "snapkv",
-    "unlike": "key_diff",
-    "redundancy": "ada_kv",
+    "unlike": "keydiff",
+    "redundancy": "adakv",
 }
 
 

@@ -98,7 +98,7 @@ USES: dict[str, Callable[[PreTrainedModel, PolicyCache], None]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("name", ["snapkv", "fastkv", "gem_filter"])
+@pytest.mark.parametrize("name", ["snapkv", "fastkv", "gemfilter"])
 def test_neither_keeps_the_other_alive(name: str, use: str) -> None:
     """Without the collector: a cache does not keep its model, nor a model its caches."""
     for survivor in ("cache", "model"):
@@ -128,8 +128,8 @@ def test_many_generations_leave_no_tensor_behind() -> None:
     given, kept = batch_of(20), []
 
     def run(keeps: bool = False) -> None:
-        for policy in ("snapkv", "fastkv", "gem_filter"):
-            cache = PolicyCache(GemFilter() if policy == "gem_filter" else POLICIES[policy])
+        for policy in ("snapkv", "fastkv", "gemfilter"):
+            cache = PolicyCache(GemFilter() if policy == "gemfilter" else POLICIES[policy])
             generate(model, cache, given, max_new_tokens=2)
             kept.extend([cache] * keeps)
         for how in ({"prefill_chunk_size": 8}, {"prompt_lookup_num_tokens": 2}):

@@ -53,23 +53,26 @@ def prefilled(policy: CachePolicy, lengths: tuple[int, ...]) -> PolicyCache:
 
 def staged(*stages: tuple[int, float]) -> StagedPropagation:
     return StagedPropagation(
-        [TokenSelectivePropagation(layer, rate, 4, protect=2) for layer, rate in stages]
+        [
+            TokenSelectivePropagation(tsp_layer=layer, tsp_rate=rate, window_size=4, protect=2)
+            for layer, rate in stages
+        ]
     )
 
 
 POLICIES = {
-    "ada_kv": AdaKV(0.3, window_size=4, kernel_size=3),
+    "adakv": AdaKV(0.3, window_size=4, kernel_size=3),
     "ada_kv_shared": AdaKV(0.2, window_size=2, kernel_size=1, floor=0.0, protect=3),
     # Without a window or a floor a head may be left with no token at all.
     "empty_heads": CachePolicy(
-        KeyDiffScorer(), AdaptiveHeadSelector(0.03, 0, floor=0.0), PassAllPropagation()
+        KeyDiffScorer(), AdaptiveHeadSelector(0.03, window_size=0, floor=0.0), PassAllPropagation()
     ),
     "ada_kv_staged": CachePolicy(
         WindowMaxPoolScorer(4),
-        AdaptiveHeadSelector(0.2, 4, protect=2),
+        AdaptiveHeadSelector(0.2, window_size=4, protect=2),
         staged((0, 0.6), (2, 0.3)),
     ),
-    "pyramid_kv": PyramidKV(0.3, window_size=4, kernel_size=3, beta=5, protect=1),
+    "pyramidkv": PyramidKV(0.3, window_size=4, kernel_size=3, beta=5, protect=1),
 }
 
 
@@ -97,7 +100,7 @@ def test_padded_batch_equals_dense_attention_over_two_turns(name: str) -> None:
             expected = dense[act.end - 1 : act.end + NUM_DECODE]
             assert (turn.logits[row] - expected).abs().max() < 1e-4
             assert any(len(head) < act.end for heads in act.kept for head in heads)
-    assert (unlike > 0) == (name != "pyramid_kv")
+    assert (unlike > 0) == (name != "pyramidkv")
     tokens = sum(int((layer.positions >= 0).sum()) for layer in store.layers)
     report = store.report().total
     assert report.held_bytes - report.padding_bytes == tokens * SLOT_BYTES
@@ -105,9 +108,9 @@ def test_padded_batch_equals_dense_attention_over_two_turns(name: str) -> None:
 
 def test_each_row_keeps_what_it_keeps_alone() -> None:
     lengths = (50, 31, 20)
-    together = prefilled(POLICIES["ada_kv"], lengths)
+    together = prefilled(POLICIES["adakv"], lengths)
     for row, length in enumerate(lengths):
-        alone = PolicyCache(POLICIES["ada_kv"])
+        alone = PolicyCache(POLICIES["adakv"])
         ids = torch.tensor([random_tokens(row, length)])
         llama().generate(ids, past_key_values=alone, max_new_tokens=1)
         for here, there in zip(together.layers, alone.layers, strict=True):

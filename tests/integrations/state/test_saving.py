@@ -19,8 +19,10 @@ from kvpolicy.description import describe, from_description
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
     AdaptiveHeadSelector,
+    ChunkMeanScorer,
     FastKV,
     GQAGroupSelector,
+    LagKVScorer,
     LastQueryScorer,
     PassAllPropagation,
     SinkAndRecentSelector,
@@ -484,7 +486,7 @@ def test_a_file_that_names_a_policy_in_earlier_words(
     model: PreTrainedModel, tmp_path: Path, given: bool
 ) -> None:
     path = tmp_path / "earlier.safetensors"
-    scorer = SumScorer([WindowMaxPoolScorer(), LastQueryScorer()], [1.0, 8.0])
+    scorer = SumScorer([WindowMaxPoolScorer(), LastQueryScorer()], weights=[1.0, 8.0])
     policy = CachePolicy(scorer, GQAGroupSelector(0.4), PassAllPropagation())
     held(model, policy).save(path)
     with safe_open(path, "pt") as file:
@@ -511,6 +513,30 @@ def test_every_policy_can_be_described_and_built_again(name: str) -> None:
     assert type(again) is type(policy)
 
 
+def test_a_file_with_the_earlier_versions_names(model: PreTrainedModel, tmp_path: Path) -> None:
+    policy = CachePolicy(
+        ChunkMeanScorer(LagKVScorer(num_sinks=1, lag_size=3), chunk_size=4),
+        GQAGroupSelector(0.4),
+        PassAllPropagation(),
+    )
+    path = saved(model, tmp_path, policy)
+    metadata, tensors = contents(path)
+    for now, earlier in (
+        ("lagkv_scorer", "lag"),
+        ("chunk_mean_scorer", "chunk_mean"),
+        ("gqa_group_selector", "gqa_group"),
+        ("pass_all_propagation", "pass_all"),
+        ("chunk_size", "chunk_length"),
+    ):
+        assert f'"{now}"' in metadata["policy"]
+        metadata["policy"] = metadata["policy"].replace(f'"{now}"', f'"{earlier}"')
+    save_file(tensors, path, metadata)
+    assert PolicyCache.load(path).policy == policy
+    assert PolicyCache.load(path, policy).policy == policy
+    with pytest.raises(ValueError, match="the one that filled the cache .* which is CachePolicy"):
+        PolicyCache.load(path, attrs.evolve(policy, selector=GQAGroupSelector(0.5)))
+
+
 def test_a_description_that_fits_nothing() -> None:
     with pytest.raises(ValueError, match="must be registered under kvpolicy.policies, got 'os:"):
         from_description({"type": "os:system", "fields": {}})
@@ -519,7 +545,7 @@ def test_a_description_that_fits_nothing() -> None:
     policy = CachePolicy(None, SinkAndRecentSelector(), PassAllPropagation())
     wrong = describe(policy)
     wrong["fields"]["selector"]["fields"]["colour"] = 3
-    with pytest.raises(ValueError, match="sink_and_recent must fit its fields"):
+    with pytest.raises(ValueError, match="sink_and_recent_selector must fit its fields"):
         from_description(wrong)
     wrong = describe(SnapKV())
     wrong["fields"]["colour"] = 3

@@ -35,7 +35,7 @@ POLICIES: dict[str, CachePolicy] = {
     "full_context": FullContext(),
     "snapkv": SnapKV(0.4),
     "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3),
-    "gem_filter": GemFilter(retention_rate=0.4),
+    "gemfilter": GemFilter(retention_rate=0.4),
 }
 
 

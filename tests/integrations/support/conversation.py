@@ -50,7 +50,7 @@ SECOND_LENS = (11, 29, 3)
 
 METHODS: dict[str, tuple[CachePolicy, Method]] = {
     "full_context": (FullContext(), reference.FullContext()),
-    "streaming_llm": (StreamingLLM(0.3), reference.StreamingLLM(0.3)),
+    "streamingllm": (StreamingLLM(0.3), reference.StreamingLLM(0.3)),
     "streaming_llm_tokens": (
         StreamingLLM(retention_tokens=14, num_sinks=2),
         reference.StreamingLLM(retention_tokens=14, num_sinks=2),
@@ -67,21 +67,23 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
     "h2o": (H2O(0.4, window_size=2), reference.H2O(0.4, window_size=2)),
     "tova": (TOVA(0.25), reference.TOVA(0.25)),
     # No KeyNorm: in the first layer a repeated token has equal norms, except for rounding.
-    "key_diff": (KeyDiff(0.4, window_size=2), reference.KeyDiff(0.4, window_size=2)),
-    "lag_kv": (
+    "keydiff": (KeyDiff(0.4, window_size=2), reference.KeyDiff(0.4, window_size=2)),
+    "lagkv": (
         LagKV(0.6, window_size=2, num_sinks=2, lag_size=8),
         reference.LagKV(0.6, window_size=2, num_sinks=2, lag_size=8),
     ),
-    "chunk_kv": (
-        ChunkKV(0.3, window_size=4, kernel_size=3, chunk_length=5),
+    "chunkkv": (
+        ChunkKV(0.3, window_size=4, kernel_size=3, chunk_size=5),
         reference.ChunkKV(0.3, window_size=4, kernel_size=3, chunk_length=5),
     ),
-    "pyramid_infer": (
+    "pyramidinfer": (
         PyramidInfer(min_context=8),
         reference.PyramidInfer(min_context=8),
     ),
     "pyramid_infer_steep": (
-        PyramidInfer(0.1, 0.3, distance_weight=2.0, num_sinks=2, min_context=3),
+        PyramidInfer(
+            recent_rate=0.1, decay_ratio=0.3, distance_weight=2.0, num_sinks=2, min_context=3
+        ),
         reference.PyramidInfer(0.1, 0.3, distance_weight=2.0, num_sinks=2, min_context=3),
     ),
     "fastkv": (
@@ -100,22 +102,22 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
     ),
     "fastkv_group_first": (
         CachePolicy(
-            WindowMaxPoolScorer(4, 5, group_first=True),
+            WindowMaxPoolScorer(4, kernel_size=5, group_first=True),
             GQAGroupSelector(0.25, window_size=4),
             TokenSelectivePropagation(tsp_rate=0.4, window_size=4),
         ),
         reference.FastKV(0.25, window_size=4, kernel_size=5, tsp_rate=0.4, group_first=True),
     ),
-    "gem_filter": (GemFilter(retention_rate=0.3), reference.GemFilter(retention_rate=0.3)),
+    "gemfilter": (GemFilter(retention_rate=0.3), reference.GemFilter(retention_rate=0.3)),
     "gem_filter_first_layer": (
-        GemFilter(0, retention_tokens=13, kernel_size=3, protect=2),
+        GemFilter(filter_layer=0, retention_tokens=13, kernel_size=3, protect=2),
         reference.GemFilter(0, retention_tokens=13, kernel_size=3, protect=2),
     ),
-    "pyramid_kv": (
+    "pyramidkv": (
         PyramidKV(0.3, window_size=4, kernel_size=3),
         reference.PyramidKV(0.3, window_size=4, kernel_size=3),
     ),
-    "ada_kv": (
+    "adakv": (
         AdaKV(0.33, window_size=4, kernel_size=3),
         reference.AdaKV(0.33, window_size=4, kernel_size=3),
     ),
@@ -123,29 +125,46 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         AdaKV(0.3, window_size=4, kernel_size=3, group_first=True),
         reference.AdaKV(0.3, window_size=4, kernel_size=3, group_first=True),
     ),
-    "spire_kv": (
-        SpireKV(1, 0.3, 4, 3, tsp_rate=0.4),
+    "spirekv": (
+        SpireKV(tsp_layer=1, retention_rate=0.3, window_size=4, kernel_size=3, tsp_rate=0.4),
         reference.SpireKV(0.3, window_size=4, kernel_size=3, tsp_layer=1, tsp_rate=0.4),
     ),
     "two_stages": (
         CachePolicy(
-            WindowMaxPoolScorer(4, 3),
+            WindowMaxPoolScorer(4, kernel_size=3),
             GQAGroupSelector(0.25, window_size=4),
             StagedPropagation(
                 [
-                    TokenSelectivePropagation(0, 0.7, window_size=4),
-                    TokenSelectivePropagation(2, 0.35, window_size=4),
+                    TokenSelectivePropagation(tsp_layer=0, tsp_rate=0.7, window_size=4),
+                    TokenSelectivePropagation(tsp_layer=2, tsp_rate=0.35, window_size=4),
                 ]
             ),
         ),
         reference.Staged(0.25, window_size=4, kernel_size=3, stages=((0, 0.7), (2, 0.35))),
     ),
     "claa": (
-        CLAA(1, 0.25, 4, 3, voting_layers=3, whole_layers=1, tsp_rate=0.4),
+        CLAA(
+            tsp_layer=1,
+            retention_rate=0.25,
+            window_size=4,
+            kernel_size=3,
+            voting_layers=3,
+            whole_layers=1,
+            tsp_rate=0.4,
+        ),
         reference.CLAA(0.25, 4, 3, tsp_layer=1, tsp_rate=0.4, voting_layers=3, whole_layers=1),
     ),
     "claa_raw": (
-        CLAA(2, 0.3, 4, 5, 2, 0, standardize=False, protect=3),
+        CLAA(
+            tsp_layer=2,
+            retention_rate=0.3,
+            window_size=4,
+            kernel_size=5,
+            voting_layers=2,
+            whole_layers=0,
+            standardize=False,
+            protect=3,
+        ),
         reference.CLAA(
             0.3,
             window_size=4,
@@ -159,29 +178,29 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         ),
     ),
     "expected_attention": (
-        ExpectedAttention(0.4, 3, num_sinks=2, future_len=20),
+        ExpectedAttention(0.4, window_size=3, num_sinks=2, future_len=20),
         reference.ExpectedAttention(0.4, 3, num_sinks=2, future_len=20),
     ),
     # One chunk: with several, repeated tokens have equal leverages in the first layer.
     "compactor": (
-        Compactor(0.4, 3, 2, seed=5),
+        Compactor(0.4, window_size=3, num_sinks=2, seed=5),
         reference.Compactor(0.4, 3, num_sinks=2, blending=0.6, seed=5),
     ),
-    "critical_kv": (
-        CriticalKV(0.3, 4, 3, first_share=0.6),
+    "criticalkv": (
+        CriticalKV(0.3, window_size=4, kernel_size=3, first_share=0.6),
         reference.CriticalKV(0.3, 4, 3, first_share=0.6),
     ),
-    "uni_prefill": (
-        UniPrefill([0, 2], 0.7, block_size=5, num_sinks=3, window_size=6),
+    "uniprefill": (
+        UniPrefill(drop_layers=[0, 2], mass=0.7, block_size=5, num_sinks=3, window_size=6),
         reference.UniPrefill((0, 2), 0.7, block_size=5, num_sinks=3, window_size=6),
     ),
-    "prompt_distill": (PromptDistill(tsp_rate=0.4), reference.PromptDistill(((0, 0.4),))),
-    "lazy_llm": (
-        LazyLLM(0.6),
+    "promptdistill": (PromptDistill(tsp_rate=0.4), reference.PromptDistill(((0, 0.4),))),
+    "lazyllm": (
+        LazyLLM(keep_rate=0.6),
         reference.LazyLLM(((0, 0.6), (1, 0.6**2), (2, 0.6**3))),
     ),
-    "slim_infer": (
-        SlimInfer(0.2, unit_size=2, block_units=2),
+    "sliminfer": (
+        SlimInfer(tsp_rate=0.2, unit_size=2, block_units=2),
         reference.SlimInfer(
             ((0, 0.8), (1, 0.4), (2, 0.2)), 4, protect=4, unit_size=2, block_units=2
         ),

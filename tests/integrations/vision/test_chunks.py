@@ -30,16 +30,22 @@ def policy_of(name: str, method: str) -> CachePolicy:
     """A policy for the family, which drops in the middle of the features that are added."""
     if method == "fastkv":
         layer = FAMILIES[name].drops_after
-        return FastKV(layer, tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3)
+        return FastKV(
+            tsp_layer=layer, tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3
+        )
     return {
         "full_context": FullContext(),
         "snapkv": SnapKV(0.3, window_size=4, kernel_size=3),
         "h2o": H2O(0.3),
-        "gem_filter": GemFilter(retention_rate=0.4),
+        "gemfilter": GemFilter(retention_rate=0.4),
         # The dropping layer itself is run for those that go on, and features added behind it.
-        "early": FastKV(0, tsp_rate=0.2, retention_rate=0.2, window_size=4, kernel_size=3),
+        "early": FastKV(
+            tsp_layer=0, tsp_rate=0.2, retention_rate=0.2, window_size=4, kernel_size=3
+        ),
         # All of the layers with features are read twice, or by what went on.
-        "late": FastKV(2, tsp_rate=0.9, retention_rate=0.25, window_size=4, kernel_size=3),
+        "late": FastKV(
+            tsp_layer=2, tsp_rate=0.9, retention_rate=0.25, window_size=4, kernel_size=3
+        ),
     }[method]
 
 
@@ -127,9 +133,13 @@ def granite(policy: CachePolicy, chunk: int) -> Tensor:
     "policy",
     [
         FullContext(),
-        FastKV(1, tsp_rate=0.2, retention_rate=0.2, window_size=4),  # the layer runs for few
-        FastKV(1, tsp_rate=0.9, retention_rate=0.2, window_size=4),  # the layer runs for all
-        GemFilter(2, retention_rate=0.3),
+        FastKV(
+            tsp_layer=1, tsp_rate=0.2, retention_rate=0.2, window_size=4
+        ),  # the layer runs for few
+        FastKV(
+            tsp_layer=1, tsp_rate=0.9, retention_rate=0.2, window_size=4
+        ),  # the layer runs for all
+        GemFilter(filter_layer=2, retention_rate=0.3),
     ],
     ids=["full_context", "few_go_on", "most_go_on", "restart"],
 )

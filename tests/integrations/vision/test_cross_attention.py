@@ -27,7 +27,7 @@ ROWS = [tokens(0, 47), tokens(1, 31)]
 CROSS, TILES, SIDE, PATCHES = 1, 4, 32, 17
 POLICIES: dict[str, CachePolicy] = {
     "full_context": FullContext(),
-    "streaming_llm": StreamingLLM(0.35),
+    "streamingllm": StreamingLLM(0.35),
     "snapkv": SnapKV(0.35, window_size=4),
     "fastkv": FastKV(tsp_layer=0, tsp_rate=0.6, retention_rate=0.35, window_size=4),
 }

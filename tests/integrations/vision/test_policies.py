@@ -30,24 +30,26 @@ from .rows import model_of, prompts_of
 TOLERANCE = 1e-4
 ROWS = [(0,), (1,), (0, 1)]
 ROW_NAMES = ["one", "other", "padded"]
-METHODS = ["streaming_llm", "snapkv", "fastkv", "fastkv_tokens"]
+METHODS = ["streamingllm", "snapkv", "fastkv", "fastkv_tokens"]
 
 
 def both(name: str, method: str) -> tuple[CachePolicy, VisionMethod]:
     """A policy for the family, and the slow one that decides the same."""
     layer = FAMILIES[name].drops_after
-    if method == "streaming_llm":
+    if method == "streamingllm":
         return StreamingLLM(0.3), SlowStreamingLLM(0.3)
     if method == "snapkv":
         return SnapKVPolicy(0.3, window_size=4, kernel_size=3), SnapKV(0.3, 4, 3)
     if method == "fastkv":
         return (
-            FastKV(layer, tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3),
+            FastKV(
+                tsp_layer=layer, tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3
+            ),
             SnapKV(0.25, 4, 3, tsp_layer=layer, tsp_rate=0.4),
         )
     # Fewer than either turn adds, so that both drop.
     return (
-        FastKV(layer, tsp_tokens=10, retention_tokens=10, window_size=3, kernel_size=5),
+        FastKV(tsp_layer=layer, tsp_tokens=10, retention_tokens=10, window_size=3, kernel_size=5),
         SnapKV(None, 3, 5, tokens=10, tsp_layer=layer, tsp_tokens=10),
     )
 
@@ -139,7 +141,10 @@ def test_only_tokens_of_images_are_dropped(method: str, name: str, rows: tuple[i
     stages = {1: 0.5} if method == "fastv" else {0: 0.5, 2: 0.5}
     policy: CachePolicy = FastV(visual_rate=0.5)
     if method == "pyramid_drop":
-        parts = [VisualTokenPropagation(layer, rate) for layer, rate in stages.items()]
+        parts = [
+            VisualTokenPropagation(drop_layer=layer, visual_rate=rate)
+            for layer, rate in stages.items()
+        ]
         policy = CachePolicy(LastQueryScorer(), KeepAllSelector(), StagedPropagation(parts))
     prompts = prompts_of(name, rows, turns=2)
     talk = converse(family, model_of(name), PolicyCache(policy), prompts)
@@ -166,7 +171,7 @@ def test_a_padded_row_is_what_it_is_alone(name: str, method: str) -> None:
             assert float((side.logits[row] - own.logits[0]).abs().max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("method", ["streaming_llm", "snapkv", "fastkv"])
+@pytest.mark.parametrize("method", ["streamingllm", "snapkv", "fastkv"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_further_prompt_is_padded_in_the_middle(name: str, method: str) -> None:
     """Rows that ask questions of unlike length about the images that they have read."""

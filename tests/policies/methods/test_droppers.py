@@ -15,23 +15,27 @@ from tests.reference import Method
 LENS = (43, 18, 6)
 
 CASES: list[tuple[CachePolicy, Method, int]] = [
-    (PromptDistill(1, 0.3), reference.PromptDistill(((1, 0.3),)), 8),
+    (PromptDistill(tsp_layer=1, tsp_rate=0.3), reference.PromptDistill(((1, 0.3),)), 8),
     (
         PromptDistill(tsp_rate=0.4, kernel_size=3, protect=3),
         reference.PromptDistill(((2, 0.4),), protect=3, kernel_size=3),
         8,
     ),
     (LazyLLM(), reference.LazyLLM(((1, 0.7), (3, 0.49), (6, 0.343))), 8),
-    (LazyLLM(0.5, [4, 0], protect=2), reference.LazyLLM(((0, 0.5), (4, 0.25)), protect=2), 8),
     (
-        SlimInfer(0.15, unit_size=2, block_units=3),
+        LazyLLM(keep_rate=0.5, drop_layers=[4, 0], protect=2),
+        reference.LazyLLM(((0, 0.5), (4, 0.25)), protect=2),
+        8,
+    ),
+    (
+        SlimInfer(tsp_rate=0.15, unit_size=2, block_units=3),
         reference.SlimInfer(
             ((1, 0.6), (4, 0.3), (6, 0.15)), 4, protect=6, unit_size=2, block_units=3
         ),
         8,
     ),
     (
-        UniPrefill([2, 5], 0.7, 4, 3, 6),
+        UniPrefill(drop_layers=[2, 5], mass=0.7, block_size=4, num_sinks=3, window_size=6),
         reference.UniPrefill((2, 5), 0.7, 4, num_sinks=3, window_size=6),
         8,
     ),
@@ -64,7 +68,7 @@ def test_layers_and_rates_by_default() -> None:
     assert SlimInfer().propagation.acting_layers(32) == {10, 20, 30}
     assert CLAA().propagation.acting_layers(32) == {15}
     assert CLAA(tsp_rate=0.2).selector.kept_rates(8) == [1.0] * 4 + [0.1] * 4
-    rates = SlimInfer(0.5).propagation.layer_rates(8)
+    rates = SlimInfer(tsp_rate=0.5).propagation.layer_rates(8)
     assert rates == [1.0] * 7 + [0.5]
     tokens = SlimInfer(tsp_tokens=2048).propagation.layer_rates(32, context_len=20480)
     assert [tokens[layer] for layer in (10, 11, 21, 31)] == [1.0, 0.4, 0.2, 0.1]
@@ -72,7 +76,10 @@ def test_layers_and_rates_by_default() -> None:
 
 
 def test_one_rate_is_kept_and_goes_on() -> None:
-    assert CLAA(0, 0.25).propagation.budget == CLAA(0, tsp_rate=0.25).propagation.budget
+    assert (
+        CLAA(tsp_layer=0, retention_rate=0.25).propagation.budget
+        == CLAA(tsp_layer=0, tsp_rate=0.25).propagation.budget
+    )
     assert CLAA(retention_tokens=9).propagation.budget.tokens == 9  # type: ignore[union-attr]
     assert CLAA(retention_tokens=9, tsp_rate=0.3).propagation.budget.rate == 0.3  # type: ignore[union-attr]
     bounded = CLAA(decoding=32).decoding
@@ -88,7 +95,7 @@ def test_one_rate_is_kept_and_goes_on() -> None:
         (lambda: CLAA(tsp_rate=0.05), ValueError, "retention_rate must not exceed tsp_rate"),
         (lambda: CLAA(tsp_rate=0.2, tsp_tokens=9), ValueError, "exactly one of tsp_rate and"),
         (lambda: LazyLLM(drop_layers=[2, 2]), ValueError, "drop_layers must be at least one"),
-        (lambda: LazyLLM(1.2), ValueError, r"keep_rate must be in \(0, 1\], got 1.2"),
+        (lambda: LazyLLM(keep_rate=1.2), ValueError, r"keep_rate must be in \(0, 1\], got 1.2"),
         (lambda: LazyLLM().check_model(3), ValueError, "take a model of at least 4 layers"),
         (lambda: SlimInfer(tsp_rate=0.2, tsp_tokens=9), ValueError, "exactly one of tsp_rate"),
         (lambda: SlimInfer(block_units=0), ValueError, "block_units must be at least 1"),

@@ -83,7 +83,7 @@ def test_pooling_takes_neighbours_along_but_not_from_the_window() -> None:
 
 def test_the_group_keeps_what_its_heads_like_on_average() -> None:
     context = layer(WEIGHTS)
-    saliency = WindowMaxPoolScorer(1, 1).score(context)
+    saliency = WindowMaxPoolScorer(1, kernel_size=1).score(context)
     for count, expected in [(2, [0, 7]), (3, [0, 2, 7]), (4, [0, 2, 4, 7])]:
         selector = GQAGroupSelector(retention_tokens=count, window_size=1)
         assert selector.select(saliency, context).tolist() == [[expected]]
@@ -103,7 +103,7 @@ def test_streaming_llm_keeps_both_ends() -> None:
 
 
 def test_fastkv_passes_on_at_its_layer_only() -> None:
-    policy = FastKV(0, tsp_rate=0.5, retention_rate=0.25, window_size=1, kernel_size=1)
+    policy = FastKV(tsp_layer=0, tsp_rate=0.5, retention_rate=0.25, window_size=1, kernel_size=1)
     decision = policy.decide(layer(WEIGHTS))
     assert decision.kept.tolist() == [[[0, 7]]]
     assert decision.passed_on is not None
@@ -120,7 +120,7 @@ def test_a_second_turn_takes_rates_of_all_that_was_seen() -> None:
         new_valid=torch.ones(1, 3, dtype=torch.bool),
         seen_len=(20,),
     )
-    policy = FastKV(0, tsp_rate=0.1, retention_rate=0.1, window_size=1, kernel_size=1)
+    policy = FastKV(tsp_layer=0, tsp_rate=0.1, retention_rate=0.1, window_size=1, kernel_size=1)
     decision = policy.decide(context)
     assert decision.kept.tolist() == [[[0, 7]]]  # int(20 * 0.1), among held and new
     assert decision.passed_on is not None
@@ -177,7 +177,7 @@ def test_counts_beyond_what_a_tensor_holds(name: str) -> None:
 
 
 def test_compute_rate_of_a_number_of_tokens_needs_the_context() -> None:
-    policy = FastKV(0, tsp_tokens=100, retention_tokens=50)
+    policy = FastKV(tsp_layer=0, tsp_tokens=100, retention_tokens=50)
     assert policy.prefill_compute_rate(2, context_len=1000) == pytest.approx(0.55)
     assert policy.prefill_compute_rate(2, context_len=40) == 1.0
     with pytest.raises(ValueError, match="context_len must be given where tsp_tokens is"):
@@ -229,11 +229,15 @@ def test_bad_parameters(build: Any, error: type[Exception], message: str) -> Non
 
 def test_a_number_of_tokens_takes_the_place_of_a_default_rate() -> None:
     policy = FastKV(tsp_tokens=300, retention_tokens=100)
-    assert policy.selector == GQAGroupSelector(None, 8, 100)
-    assert policy.propagation == TokenSelectivePropagation(None, None, 8, 300)
+    assert policy.selector == GQAGroupSelector(None, window_size=8, retention_tokens=100)
+    assert policy.propagation == TokenSelectivePropagation(
+        tsp_layer=None, tsp_rate=None, window_size=8, tsp_tokens=300
+    )
     assert "retention_rate=None" in repr(policy.selector)
     assert str(policy) == "FastKV(tsp_tokens=300, retention_tokens=100)"
-    assert StreamingLLM(retention_tokens=7).selector == SinkAndRecentSelector(None, 4, 7)
+    assert StreamingLLM(retention_tokens=7).selector == SinkAndRecentSelector(
+        None, num_sinks=4, retention_tokens=7
+    )
 
 
 @pytest.mark.parametrize("policy", [FullContext(), StreamingLLM(), SnapKV(), FastKV()])
@@ -350,7 +354,7 @@ def test_combined_scorers_on_paper() -> None:
     attention, norms = first.score(context), keys.score(context)
     valued = ValueAwareScorer(first).score(context)
     torch.testing.assert_close(valued, attention * torch.arange(0, 48, 6.0))
-    both = SumScorer([first, keys], [1.0, 2.0]).score(context)
+    both = SumScorer([first, keys], weights=[1.0, 2.0]).score(context)
     torch.testing.assert_close(both, attention + 2 * norms)
     highest = MaxScorer([first, RandomScorer()]).score(context)
     torch.testing.assert_close(highest, attention.maximum(RandomScorer().score(context)))
@@ -371,26 +375,42 @@ def test_a_part_of_a_sum_sees_no_more_queries_than_alone() -> None:
         (lambda: MaxScorer([WindowMaxPoolScorer]), TypeError, "scorer must be a Scorer"),
         (lambda: ValueAwareScorer(None), TypeError, "scorer must be a Scorer, got None"),
         (lambda: MaxScorer(None), TypeError, "scorers must be a sequence of Scorer, got None"),
-        (lambda: SumScorer([KeyNormScorer()], [1, 2]), ValueError, "weights must be one for each"),
         (
-            lambda: SumScorer([KeyNormScorer()], [math.nan]),
+            lambda: SumScorer([KeyNormScorer()], weights=[1, 2]),
+            ValueError,
+            "weights must be one for each",
+        ),
+        (
+            lambda: SumScorer([KeyNormScorer()], weights=[math.nan]),
             ValueError,
             "finite in float32, got nan",
         ),
-        (lambda: SumScorer([KeyNormScorer()], [-math.inf]), ValueError, "float32, got -inf"),
-        (lambda: SumScorer([KeyNormScorer()], [1e39]), ValueError, "finite in float32, got 1e"),
         (
-            lambda: SumScorer([KeyNormScorer()], ["1"]),
+            lambda: SumScorer([KeyNormScorer()], weights=[-math.inf]),
+            ValueError,
+            "float32, got -inf",
+        ),
+        (
+            lambda: SumScorer([KeyNormScorer()], weights=[1e39]),
+            ValueError,
+            "finite in float32, got 1e",
+        ),
+        (
+            lambda: SumScorer([KeyNormScorer()], weights=["1"]),
             TypeError,
             "weights must be numbers, got '1'",
         ),
         (
-            lambda: SumScorer([KeyNormScorer()], [True]),
+            lambda: SumScorer([KeyNormScorer()], weights=[True]),
             TypeError,
             "weights must be numbers, got Tr",
         ),
-        (lambda: SumScorer([KeyNormScorer()], 2), TypeError, "weights must be a sequence of num"),
-        (lambda: RandomScorer(-1), ValueError, "seed must be at least 0, got -1"),
+        (
+            lambda: SumScorer([KeyNormScorer()], weights=2),
+            TypeError,
+            "weights must be a sequence of num",
+        ),
+        (lambda: RandomScorer(seed=-1), ValueError, "seed must be at least 0, got -1"),
     ],
 )
 def test_bad_combinations(build: Any, error: type[Exception], message: str) -> None:
@@ -409,7 +429,7 @@ def test_any_scorer_works_with_any_selector_and_propagation() -> None:
         policy = CachePolicy(
             scorer,
             GQAGroupSelector(0.5, window_size=1),
-            TokenSelectivePropagation(0, 0.5, window_size=1),
+            TokenSelectivePropagation(tsp_layer=0, tsp_rate=0.5, window_size=1),
         )
         decision = policy.decide(layer(WEIGHTS))
         assert decision.kept.shape == (1, 1, 4)
@@ -430,7 +450,9 @@ def test_pyramid_infer_on_paper() -> None:
     """
     context = layer(WEIGHTS, layer_idx=1)
     context = attrs.evolve(context, queries=context.queries.expand(1, 2, 2, 2))
-    policy = PyramidInfer(0.125, 0.1, distance_weight=1.0, num_sinks=1, min_context=2)
+    policy = PyramidInfer(
+        recent_rate=0.125, decay_ratio=0.1, distance_weight=1.0, num_sinks=1, min_context=2
+    )
     assert policy.scorer is not None
     weights = policy.scorer.score(context).mean(dim=1)[0]
     # The first of the two tail queries does not see the last token, the second sees all.
@@ -442,14 +464,18 @@ def test_pyramid_infer_on_paper() -> None:
     assert passed is not None
     assert passed.tolist() == [[0, 2, 4, 6, 7]]
     # Two would not be more than min_context: nothing is dropped.
-    reluctant = PyramidInfer(0.125, 0.1, num_sinks=1, min_context=3)
+    reluctant = PyramidInfer(recent_rate=0.125, decay_ratio=0.1, num_sinks=1, min_context=3)
     assert reluctant.propagation.propagate(policy.scorer.score(context), context) is None
 
 
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (lambda: PyramidInfer(0.0), ValueError, r"recent_rate must be in \(0, 1\], got 0.0"),
+        (
+            lambda: PyramidInfer(recent_rate=0.0),
+            ValueError,
+            r"recent_rate must be in \(0, 1\], got 0.0",
+        ),
         (lambda: PyramidInfer(decay_ratio=1.5), ValueError, r"decay_ratio must be in \(0, 1\]"),
         (lambda: PyramidInfer(distance_weight=0), ValueError, "distance_weight must be above 0"),
         (lambda: PyramidInfer(distance_weight="1"), TypeError, "distance_weight must be a number"),
@@ -473,10 +499,16 @@ def test_bad_parameters_of_pyramid_infer(build: Any, error: type[Exception], mes
         ),
         (lambda: Repetition(later_ids=3), "later_ids must be a sequence of token ids, got 3"),
         (lambda: Repetition(answer_ids=3), "answer_ids must be a sequence of token ids, got 3"),
-        (lambda: UniPrefill(torch.tensor(3)), "drop_layers must be a sequence of layer indices"),
+        (
+            lambda: UniPrefill(drop_layers=torch.tensor(3)),
+            "drop_layers must be a sequence of layer indices",
+        ),
         (lambda: StagedPropagation(torch.tensor(3)), "stages must be a sequence of Propagation"),
         (lambda: SumScorer(torch.tensor(3)), "scorers must be a sequence of Scorer"),
-        (lambda: SumScorer([RandomScorer()], torch.tensor(3)), "weights must be a sequence of num"),
+        (
+            lambda: SumScorer([RandomScorer()], weights=torch.tensor(3)),
+            "weights must be a sequence of num",
+        ),
     ],
 )
 def test_arguments_are_named(build: Callable[[], object], message: str) -> None:

@@ -48,7 +48,7 @@ HERE = [0.0, 0.9, 0.0, 0.8, 0.0, 0.1]
 SAME = [0.1, 0.5, 0.0, 0.7, 0.0, 0.0]
 OTHER = [0.9, 0.0, 0.8, 0.0, 0.1, 0.0]
 HALF = [0.9, 0.8, 0.0, 0.0, 0.0, 0.0]
-PART = AgreementPropagation(None, 1, 3, agreement=1.0)
+PART = AgreementPropagation(None, window_size=1, tsp_tokens=3, agreement=1.0)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_as_by_hand(seed: int, agreement: float) -> None:
     here, before = torch.rand(2, 1, 11, generator=generator)
     before = torch.where(torch.rand(11, generator=generator) < 0.6, here, before)
     saliency, context = layer(here.tolist(), before.tolist())
-    part = AgreementPropagation(None, 2, 6, agreement=agreement)
+    part = AgreementPropagation(None, window_size=2, tsp_tokens=6, agreement=agreement)
 
     def best(scores: Tensor) -> set[int]:
         order = sorted(range(9), key=lambda slot: (-float(scores[0, slot]), slot))
@@ -136,9 +136,9 @@ def test_in_a_model_rows_drop_as_they_would_alone() -> None:
     """Each after a layer of its own, with the tokens and the logits that it has alone."""
     model = tiny_model("llama", seed=5, num_layers=8)
     policy = CachePolicy(
-        WindowMaxPoolScorer(4, 3),
-        GQAGroupSelector(0.2, 4),
-        AgreementPropagation(0.3, 4, agreement=0.4),
+        WindowMaxPoolScorer(4, kernel_size=3),
+        GQAGroupSelector(0.2, window_size=4),
+        AgreementPropagation(0.3, window_size=4, agreement=0.4),
     )
     lengths = (60, 41, 55, 47)
     rows = [random_tokens(seed, length) for seed, length in enumerate(lengths)]

@@ -55,18 +55,25 @@ def passed_on(part: CrossLayerPropagation, saliency: Tensor, context: LayerConte
 
 def test_a_layer_before_and_one_head_are_enough() -> None:
     saliency, context = layer(*OWN, history=(BEFORE,))
-    raw = CrossLayerPropagation(1, None, 1, 4, voting_layers=2, standardize=False)
+    raw = CrossLayerPropagation(
+        tsp_layer=1, tsp_rate=None, window_size=1, tsp_tokens=4, voting_layers=2, standardize=False
+    )
     ranking = [0.2, 0.5, 0.6, 0.3, 0.9, 0.0]
     assert raw.ranking(saliency, context)[0].tolist() == pytest.approx(ranking)
     assert passed_on(raw, saliency, context) == [1, 2, 4, 5]
     alone = attrs.evolve(raw, voting_layers=1)
     assert passed_on(alone, saliency, context) == [0, 1, 3, 5]
-    assert TokenSelectivePropagation(1, None, 1, 4).propagate(saliency, context) is not None
+    assert (
+        TokenSelectivePropagation(
+            tsp_layer=1, tsp_rate=None, window_size=1, tsp_tokens=4
+        ).propagate(saliency, context)
+        is not None
+    )
 
 
 def test_the_mean_is_over_layers_and_heads() -> None:
     saliency, context = layer(*OWN, history=(BEFORE,))
-    part = CrossLayerPropagation(1, voting_layers=2, standardize=False, reduction="mean")
+    part = CrossLayerPropagation(tsp_layer=1, voting_layers=2, standardize=False, reduction="mean")
     expected = [0.3 / 4, 0.9 / 4, 0.7 / 4, 0.3 / 4, 1.3 / 4, 0.0]
     assert part.ranking(saliency, context)[0].tolist() == pytest.approx(expected)
 
@@ -74,7 +81,9 @@ def test_the_mean_is_over_layers_and_heads() -> None:
 def test_older_layers_than_asked_for_have_no_say() -> None:
     loud = [[0.0, 0.0, 0.0, 9.0, 0.0, 0.0]] * 2
     saliency, context = layer(*OWN, history=(loud, BEFORE))
-    part = CrossLayerPropagation(1, None, 1, 4, voting_layers=2, standardize=False)
+    part = CrossLayerPropagation(
+        tsp_layer=1, tsp_rate=None, window_size=1, tsp_tokens=4, voting_layers=2, standardize=False
+    )
     assert passed_on(part, saliency, context) == [1, 2, 4, 5]
     assert passed_on(attrs.evolve(part, voting_layers=3), saliency, context) == [2, 3, 4, 5]
 
@@ -87,7 +96,9 @@ def test_standardized_no_layer_wins_by_its_scale() -> None:
     row = [0.0, 0.0, 0.0, 4.0, 50.0, 0.0]
     before = [[100.0, 100.0, 102.0, 102.0, 0.0, 0.0]] * 2
     saliency, context = layer(row, row, history=(before,))
-    part = CrossLayerPropagation(1, None, 2, 3, voting_layers=2)
+    part = CrossLayerPropagation(
+        tsp_layer=1, tsp_rate=None, window_size=2, tsp_tokens=3, voting_layers=2
+    )
     ranking = part.ranking(saliency, context)[0].tolist()
     expected = [-(3**-0.5), -(3**-0.5), 1.0, 3**0.5]
     assert ranking[:4] == pytest.approx(expected, rel=1e-6)
@@ -98,7 +109,7 @@ def test_standardized_no_layer_wins_by_its_scale() -> None:
 
 def test_a_saliency_that_says_nothing_counts_as_the_mean() -> None:
     saliency, context = layer([0.3] * 6, [0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
-    ranking = CrossLayerPropagation(1, window_size=1).ranking(saliency, context)[0]
+    ranking = CrossLayerPropagation(tsp_layer=1, window_size=1).ranking(saliency, context)[0]
     assert ranking[:5].tolist() == pytest.approx([0.0, 0.0, 2.0, 0.0, 0.0], abs=1e-6)
 
 
@@ -117,7 +128,17 @@ def four_layers() -> list[LayerContext]:
 @pytest.mark.parametrize("protect", [0, 3])
 def test_against_slow_loops_in_padded_rows(standardize: bool, protect: int) -> None:
     """Three layers of four decide; the first keeps everything."""
-    policy = CLAA(2, 0.3, 4, 3, 3, 1, standardize, tsp_rate=0.4, protect=protect)
+    policy = CLAA(
+        tsp_layer=2,
+        retention_rate=0.3,
+        window_size=4,
+        kernel_size=3,
+        voting_layers=3,
+        whole_layers=1,
+        standardize=standardize,
+        tsp_rate=0.4,
+        protect=protect,
+    )
     method = reference.CLAA(
         0.3,
         window_size=4,
@@ -129,7 +150,7 @@ def test_against_slow_loops_in_padded_rows(standardize: bool, protect: int) -> N
         whole_layers=1,
         standardize=standardize,
     )
-    scorer = WindowMeanPoolScorer(4, 3)
+    scorer = WindowMeanPoolScorer(4, kernel_size=3)
     layers = four_layers()
     said = [scorer.score(context) for context in layers]
     for at, context in enumerate(layers):
@@ -148,10 +169,15 @@ def test_against_slow_loops_in_padded_rows(standardize: bool, protect: int) -> N
 
 
 def test_a_stage_may_ask_for_history() -> None:
-    part = StagedPropagation([CrossLayerPropagation(1, 0.4), TokenSelectivePropagation(2, 0.2)])
+    part = StagedPropagation(
+        [
+            CrossLayerPropagation(tsp_layer=1, tsp_rate=0.4),
+            TokenSelectivePropagation(tsp_layer=2, tsp_rate=0.2),
+        ]
+    )
     assert part.history_layers == 3
     saliency, context = layer(*OWN, history=(BEFORE,))
-    stage = CrossLayerPropagation(1, 0.4)
+    stage = CrossLayerPropagation(tsp_layer=1, tsp_rate=0.4)
     assert torch.equal(part.ranking(saliency, context), stage.ranking(saliency, context))
 
 

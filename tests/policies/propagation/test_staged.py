@@ -50,7 +50,11 @@ def test_a_layer_as_a_fraction_of_the_model() -> None:
     for build, error, message in (
         (lambda: TSP(tsp_depth=1.5), ValueError, r"tsp_depth must be in \(0, 1\], got 1.5"),
         (lambda: TSP(tsp_depth="half"), TypeError, "tsp_depth must be a number"),
-        (lambda: TSP(3, tsp_depth=0.5), ValueError, "at most one of tsp_layer and tsp_depth"),
+        (
+            lambda: TSP(tsp_layer=3, tsp_depth=0.5),
+            ValueError,
+            "at most one of tsp_layer and tsp_depth",
+        ),
     ):
         with pytest.raises(error, match=message):
             build()
@@ -58,12 +62,16 @@ def test_a_layer_as_a_fraction_of_the_model() -> None:
 
 def test_rates_are_the_lowest_so_far() -> None:
     # A later stage with more does not bring tokens back.
-    part = staged(TSP(2, 0.25), TSP(0, 0.5), TSP(3, 0.4))
+    part = staged(
+        TSP(tsp_layer=2, tsp_rate=0.25),
+        TSP(tsp_layer=0, tsp_rate=0.5),
+        TSP(tsp_layer=3, tsp_rate=0.4),
+    )
     assert part.layer_rates(6) == [1.0, 0.5, 0.5, 0.25, 0.25, 0.25]
     assert part.prefill_passes(6) == (part.layer_rates(6),)
     policy = CachePolicy(WindowMaxPoolScorer(), KeepAllSelector(), part)
     assert policy.prefill_compute_rate(6) == pytest.approx(2.75 / 6)
-    tokens = staged(TSP(0, tsp_tokens=30), TSP(1, tsp_tokens=10))
+    tokens = staged(TSP(tsp_layer=0, tsp_tokens=30), TSP(tsp_layer=1, tsp_tokens=10))
     assert tokens.layer_rates(3, context_len=100) == [1.0, 0.3, 0.1]
     with pytest.raises(ValueError, match="context_len must be given where tsp_tokens is"):
         tokens.layer_rates(3)
@@ -74,8 +82,12 @@ def test_rates_are_the_lowest_so_far() -> None:
     [
         (StagedPropagation(), 1, "give them layers of their own, or take a model of at least 3 l"),
         (StagedPropagation(), 2, "give them layers of their own, or take a model of at least 3 l"),
-        (staged(TSP(0), TSP(tsp_depth=0.5)), 2, "take a model of at least 4 layers$"),
-        (staged(TSP(1, 0.5), TSP(1, 0.2)), 4, "act after layer 1; give them layers of their own$"),
+        (staged(TSP(tsp_layer=0), TSP(tsp_depth=0.5)), 2, "take a model of at least 4 layers$"),
+        (
+            staged(TSP(tsp_layer=1, tsp_rate=0.5), TSP(tsp_layer=1, tsp_rate=0.2)),
+            4,
+            "act after layer 1; give them layers of their own$",
+        ),
     ],
 )
 def test_too_few_layers_for_the_stages(
@@ -117,11 +129,13 @@ def test_open_stages_take_layers_of_their_own_in_their_order(
 
 def test_named_layers_are_left_to_their_stages() -> None:
     # The first, which wants layer 2, would take 3.
-    part = staged(TSP(tsp_rate=0.6), TSP(3, 0.3), TSP(tsp_rate=0.1, tsp_depth=0.75))
+    part = staged(
+        TSP(tsp_rate=0.6), TSP(tsp_layer=3, tsp_rate=0.3), TSP(tsp_rate=0.1, tsp_depth=0.75)
+    )
     placed = part.placed(6, [1, 3, 5])
     assert isinstance(placed, StagedPropagation)
     assert [stage.acting_layers(6) for stage in placed.stages] == [{1}, {3}, {5}]
-    named = staged(TSP(0), TSP(1))
+    named = staged(TSP(tsp_layer=0), TSP(tsp_layer=1))
     assert named.placed(6, [3, 5]) is named
 
 
@@ -129,11 +143,14 @@ def test_too_few_layers_that_see_the_whole_context() -> None:
     with pytest.raises(ValueError, match="stages must each act after a layer of its own.*3 st"):
         SlimInfer().placed(4, [0, 2])
     with pytest.raises(ValueError, match=r"find 1 of these, \[3\]; use a StagedPropagation"):
-        staged(TSP(1), TSP(), TSP(tsp_depth=0.75)).placed(8, [1, 3])
+        staged(TSP(tsp_layer=1), TSP(), TSP(tsp_depth=0.75)).placed(8, [1, 3])
 
 
 def test_what_the_stages_have_in_common() -> None:
-    part = staged(TSP(0, 0.5, window_size=4, protect=3), TSP(1, 0.2, window_size=9, protect=2))
+    part = staged(
+        TSP(tsp_layer=0, tsp_rate=0.5, window_size=4, protect=3),
+        TSP(tsp_layer=1, tsp_rate=0.2, window_size=9, protect=2),
+    )
     assert part.protected_tail == 4
     assert part.protected_first == 2
     assert part.needs_saliency
@@ -144,10 +161,17 @@ def test_what_the_stages_have_in_common() -> None:
 @pytest.mark.parametrize(
     ("stages", "expected"),
     [
-        ([TSP(0, 0.5), TSP(1, 0.2), TSP(2, 0.3)], Budget(0.2)),
-        ([TSP(0, tsp_tokens=9), TSP(1, tsp_tokens=10)], Budget(tokens=9)),
-        ([TSP(0, 0.5), TSP(1, tsp_tokens=10)], None),
-        ([TSP(0, 0.5), PyramidPropagation()], None),
+        (
+            [
+                TSP(tsp_layer=0, tsp_rate=0.5),
+                TSP(tsp_layer=1, tsp_rate=0.2),
+                TSP(tsp_layer=2, tsp_rate=0.3),
+            ],
+            Budget(0.2),
+        ),
+        ([TSP(tsp_layer=0, tsp_tokens=9), TSP(tsp_layer=1, tsp_tokens=10)], Budget(tokens=9)),
+        ([TSP(tsp_layer=0, tsp_rate=0.5), TSP(tsp_layer=1, tsp_tokens=10)], None),
+        ([TSP(tsp_layer=0, tsp_rate=0.5), PyramidPropagation()], None),
     ],
 )
 def test_the_smallest_budget_counts(
@@ -157,18 +181,25 @@ def test_the_smallest_budget_counts(
 
 
 def test_a_policy_cannot_keep_more_than_the_last_stage_passes_on() -> None:
-    stages = staged(TSP(0, 0.5), TSP(1, 0.2))
+    stages = staged(TSP(tsp_layer=0, tsp_rate=0.5), TSP(tsp_layer=1, tsp_rate=0.2))
     CachePolicy(WindowMaxPoolScorer(), GQAGroupSelector(0.2), stages)
     with pytest.raises(ValueError, match="retention_rate must not exceed tsp_rate.*tsp_rate=0.2"):
         CachePolicy(WindowMaxPoolScorer(), GQAGroupSelector(0.3), stages)
     with pytest.raises(ValueError, match="window_size of .* must be at least 8"):
-        CachePolicy(WindowMaxPoolScorer(), KeepAllSelector(), staged(TSP(0), TSP(1, window_size=4)))
+        CachePolicy(
+            WindowMaxPoolScorer(),
+            KeepAllSelector(),
+            staged(TSP(tsp_layer=0), TSP(tsp_layer=1, window_size=4)),
+        )
 
 
 @given(data=st.data(), context=layer_contexts(0))
 def test_where_a_stage_acts_it_alone_decides(data: st.DataObject, context: LayerContext) -> None:
     saliency = data.draw(saliencies(context))
-    stages = {1: TSP(1, 0.4, window_size=3), 4: TSP(4, 0.1, window_size=2, protect=5)}
+    stages = {
+        1: TSP(tsp_layer=1, tsp_rate=0.4, window_size=3),
+        4: TSP(tsp_layer=4, tsp_rate=0.1, window_size=2, protect=5),
+    }
     part = staged(*stages.values())
     for layer_idx in range(6):
         here = attrs.evolve(context, layer_idx=layer_idx, num_layers=6)
@@ -197,7 +228,9 @@ def test_budgets_are_of_the_whole_context_on_paper() -> None:
         seen_len=(100,),
         attention=AttentionSettings(1.0),
     )
-    part = staged(TSP(1, 0.2, window_size=2), TSP(3, 0.1, window_size=2))
+    part = staged(
+        TSP(tsp_layer=1, tsp_rate=0.2, window_size=2), TSP(tsp_layer=3, tsp_rate=0.1, window_size=2)
+    )
     passed = part.propagate(torch.arange(20.0, 0, -1)[None, None], context)
     assert passed is not None
     assert passed.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 18, 19]]
@@ -206,7 +239,7 @@ def test_budgets_are_of_the_whole_context_on_paper() -> None:
 
 def test_a_stage_may_act_at_many_layers() -> None:
     """PyramidInfer's propagation, which acts after every layer but the last, and one after that."""
-    part = staged(PyramidPropagation(), TSP(3, 0.1))
+    part = staged(PyramidPropagation(), TSP(tsp_layer=3, tsp_rate=0.1))
     assert part.acting_layers(4) == {0, 1, 2, 3}
     CachePolicy(WeightedTailScorer(), KeepAllSelector(), part).check_model(4)
     with pytest.raises(ValueError, match="both .* act after layer 3"):
@@ -217,10 +250,14 @@ def test_a_stage_may_act_at_many_layers() -> None:
     ("stages", "error", "message"),
     [
         ([], ValueError, "stages must hold at least one PropagationPolicy"),
-        ([TSP(0), RestartPropagation()], ValueError, "stages must drop tokens, not restart"),
-        ([TSP(0), None], TypeError, "stages must each be a PropagationPolicy, got None"),
+        (
+            [TSP(tsp_layer=0), RestartPropagation()],
+            ValueError,
+            "stages must drop tokens, not restart",
+        ),
+        ([TSP(tsp_layer=0), None], TypeError, "stages must each be a PropagationPolicy, got None"),
         ([TSP], TypeError, "stages must each be a PropagationPolicy"),
-        (TSP(0), TypeError, "stages must be a sequence of PropagationPolicy, got Token"),
+        (TSP(tsp_layer=0), TypeError, "stages must be a sequence of PropagationPolicy, got Token"),
     ],
 )
 def test_bad_stages(stages: Any, error: type[Exception], message: str) -> None:
@@ -230,13 +267,13 @@ def test_bad_stages(stages: Any, error: type[Exception], message: str) -> None:
 
 def test_layers_that_do_not_fit_the_model() -> None:
     message = "in a model of 8 layers both .* and .* act after layer 3; give them layers"
-    clash = staged(TSP(3), TSP(tsp_depth=0.5, tsp_rate=0.1))
+    clash = staged(TSP(tsp_layer=3), TSP(tsp_depth=0.5, tsp_rate=0.1))
     for ask in (clash.acting_layers, clash.layer_rates):
         with pytest.raises(ValueError, match=message):
             ask(8)
     assert clash.acting_layers(10) == {3, 4}
     with pytest.raises(ValueError, match=r"tsp_layer must be in \[0, 3\]"):
-        staged(TSP(0), TSP(4)).acting_layers(4)
+        staged(TSP(tsp_layer=0), TSP(tsp_layer=4)).acting_layers(4)
     with pytest.raises(ValueError, match="act after layer 0"):
         StagedPropagation().acting_layers(2)
 
@@ -257,8 +294,8 @@ class Twice(PropagationPolicy):
 
 
 def test_a_users_own_stage_and_stages_within_stages() -> None:
-    part = staged(Twice(), staged(TSP(0), TSP(3)))
+    part = staged(Twice(), staged(TSP(tsp_layer=0), TSP(tsp_layer=3)))
     assert part.acting_layers(5) == {0, 1, 2, 3}
     assert part.needs_saliency
     assert part.budget is None
-    assert hash(part) == hash(staged(Twice(), staged(TSP(0), TSP(3))))
+    assert hash(part) == hash(staged(Twice(), staged(TSP(tsp_layer=0), TSP(tsp_layer=3))))

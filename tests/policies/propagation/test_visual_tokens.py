@@ -57,7 +57,9 @@ SALIENCY = torch.tensor([[[0.0, 0.3, 0.1, 0.2, 0.0, 0.4, 0.0, 0.0]]])
 )
 def test_on_paper(rate: float, expected: list[int]) -> None:
     kinds = [[TEXT, IMAGE, IMAGE, IMAGE, TEXT, VIDEO, AUDIO, TEXT]]
-    passed = VisualTokenPropagation(1, rate).propagate(SALIENCY, layer_of(kinds))
+    passed = VisualTokenPropagation(drop_layer=1, visual_rate=rate).propagate(
+        SALIENCY, layer_of(kinds)
+    )
     assert passed is not None
     assert passed.tolist() == [expected]
 
@@ -65,7 +67,9 @@ def test_on_paper(rate: float, expected: list[int]) -> None:
 def test_the_window_goes_on_and_counts() -> None:
     """The last two image tokens go on whatever they score, and are the half of four."""
     kinds = [[TEXT, IMAGE, IMAGE, TEXT, TEXT, TEXT, IMAGE, IMAGE]]
-    passed = VisualTokenPropagation(1, 0.5, window_size=2).propagate(SALIENCY, layer_of(kinds))
+    passed = VisualTokenPropagation(drop_layer=1, visual_rate=0.5, window_size=2).propagate(
+        SALIENCY, layer_of(kinds)
+    )
     assert passed is not None
     assert passed.tolist() == [[0, 3, 4, 5, 6, 7]]
 
@@ -73,12 +77,19 @@ def test_the_window_goes_on_and_counts() -> None:
 @pytest.mark.parametrize("kinds", [None, [[TEXT] * 8], [[IMAGE] * 5 + [TEXT] * 3]])
 def test_nothing_to_drop(kinds: Any) -> None:
     """Text only; and a later turn without an image, whose earlier ones are held as they are."""
-    assert VisualTokenPropagation(1, 0.1).propagate(SALIENCY, layer_of(kinds, new=3)) is None
+    assert (
+        VisualTokenPropagation(drop_layer=1, visual_rate=0.1).propagate(
+            SALIENCY, layer_of(kinds, new=3)
+        )
+        is None
+    )
 
 
 def test_stages_multiply() -> None:
     """A half, then a half of what is left: 8 image tokens, 4, 2."""
-    stages = StagedPropagation([VisualTokenPropagation(layer, 0.5) for layer in (0, 1)])
+    stages = StagedPropagation(
+        [VisualTokenPropagation(drop_layer=layer, visual_rate=0.5) for layer in (0, 1)]
+    )
     saliency = torch.arange(9.0)[None, None]
     kinds = torch.tensor([[[IMAGE] * 8 + [TEXT]]], dtype=torch.int8)
     context = attrs.evolve(
@@ -165,7 +176,7 @@ def test_fastv_is_what_loops_give(context: LayerContext, rate: float) -> None:
 def test_all_text_goes_on(data: st.DataObject, context: LayerContext) -> None:
     saliency: Tensor = data.draw(saliencies(context))
     context = attrs.evolve(context, layer_idx=1, num_layers=5)
-    passed = VisualTokenPropagation(1, 0.01).propagate(saliency, context)
+    passed = VisualTokenPropagation(drop_layer=1, visual_rate=0.01).propagate(saliency, context)
     text = context.is_new_kind(TEXT)
     assert torch.equal(text | context.is_new_kind(IMAGE), context.new_valid)
     if passed is None:
@@ -175,7 +186,7 @@ def test_all_text_goes_on(data: st.DataObject, context: LayerContext) -> None:
 
 
 def test_pyramid_drop_is_a_composition() -> None:
-    stages = [VisualTokenPropagation(layer, 0.5) for layer in (7, 15, 23)]
+    stages = [VisualTokenPropagation(drop_layer=layer, visual_rate=0.5) for layer in (7, 15, 23)]
     policy = CachePolicy(LastQueryScorer(), KeepAllSelector(), StagedPropagation(stages))
     policy.check_model(32)
     assert policy.propagation.acting_layers(32) == {7, 15, 23}
@@ -191,14 +202,14 @@ def test_text_has_the_rate_of_the_full_context() -> None:
     [
         (lambda: FastV(visual_rate=0.0), ValueError, r"visual_rate must be in \(0, 1\], got 0.0"),
         (lambda: FastV(drop_layer=-1), ValueError, "drop_layer must be at least 0, got -1"),
-        (lambda: FastV("2"), TypeError, "drop_layer must be an int, got '2'"),
+        (lambda: FastV(drop_layer="2"), TypeError, "drop_layer must be an int, got '2'"),
         (
             lambda: VisualTokenPropagation(window_size=0),
             ValueError,
             "window_size must be at least 1",
         ),
         (
-            lambda: FastV(4).check_model(4),
+            lambda: FastV(drop_layer=4).check_model(4),
             ValueError,
             r"drop_layer must be in \[0, 3\] for a model of 4 layers, got 4",
         ),

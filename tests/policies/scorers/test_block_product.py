@@ -24,7 +24,7 @@ def test_on_paper() -> None:
     """
     keys = torch.tensor([2.0, 0.0, -4.0, -2.0, 1.0, 3.0, 4.0, -4.0, 0.5])[:, None] * torch.eye(2)[0]
     context = attrs.evolve(layer_of(keys), queries=torch.tensor([[[[3.0, 5.0], [-1.0, -5.0]]]]))
-    saliency = BlockProductScorer(2, unit_size=2, block_units=2).score(context)
+    saliency = BlockProductScorer(window_size=2, chunk_size=2, block_chunks=2).score(context)
     assert saliency.tolist() == [[[3.0] * 4 + [2.0] * 4 + [0.5]]]
 
 
@@ -37,7 +37,7 @@ def slow_scores(context: LayerContext, row: int, **sizes: int) -> list[float]:
 def test_against_slow_loops_in_padded_rows(unit: int, blocks: int) -> None:
     lens = (29, 13, 2)
     context = random_layer(unit, lens, query_len=4)
-    found = BlockProductScorer(4, unit, blocks).score(context)
+    found = BlockProductScorer(window_size=4, chunk_size=unit, block_chunks=blocks).score(context)
     for row, length in enumerate(lens):
         expected = slow_scores(context, row, unit_size=unit, block_units=blocks)
         for head in range(3):
@@ -53,7 +53,7 @@ def test_heads_may_hold_unlike_tokens() -> None:
         new_valid=torch.ones(1, 2, dtype=torch.bool),
         seen_len=(22,),
     )
-    saliency = BlockProductScorer(2, 4, 2).score(context)
+    saliency = BlockProductScorer(window_size=2, chunk_size=4, block_chunks=2).score(context)
     expected = slow_scores(context, 0, unit_size=4, block_units=2)
     for head in range(3):
         assert saliency[0, head, 4:].tolist() == pytest.approx(expected, rel=1e-5)
@@ -64,11 +64,11 @@ def test_heads_may_hold_unlike_tokens() -> None:
 def test_the_last_tokens_own_product_can_be_left_out() -> None:
     lens = (9, 4)
     context = random_layer(3, lens, query_len=1)
-    found = LastQueryProductScorer(5, own=False).score(context).mean(dim=1)
+    found = LastQueryProductScorer(kernel_size=5, own=False).score(context).mean(dim=1)
     for row, length in enumerate(lens):
         expected = reference.PromptDistill(()).scores(view_of(context, row))
         assert found[row, 9 - length :].tolist() == pytest.approx(expected, rel=1e-5)
-    with_own = LastQueryProductScorer(5).score(context).mean(dim=1)
+    with_own = LastQueryProductScorer(kernel_size=5).score(context).mean(dim=1)
     assert torch.equal(with_own[0, :6], found[0, :6])
     assert not torch.isclose(with_own[0, 6:], found[0, 6:]).any()
 
@@ -76,7 +76,7 @@ def test_the_last_tokens_own_product_can_be_left_out() -> None:
 def test_products_of_the_last_query_are_pooled_as_in_a_row_alone() -> None:
     lens = (9, 4)
     context = random_layer(3, lens, query_len=1)
-    found = LastQueryProductScorer(5).score(context)
+    found = LastQueryProductScorer(kernel_size=5).score(context)
     for row, length in enumerate(lens):
         for head in range(6):
             alone = products(context.queries[row, head, 0], view_of(context, row), head)
@@ -86,7 +86,11 @@ def test_products_of_the_last_query_are_pooled_as_in_a_row_alone() -> None:
 
 @pytest.mark.parametrize(
     "scorer",
-    [BlockProductScorer(2, 3, 2), BlockProductScorer(1, 1, 1), LastQueryProductScorer(own=False)],
+    [
+        BlockProductScorer(window_size=2, chunk_size=3, block_chunks=2),
+        BlockProductScorer(window_size=1, chunk_size=1, block_chunks=1),
+        LastQueryProductScorer(own=False),
+    ],
     ids=str,
 )
 def test_the_contract(scorer: Any) -> None:
@@ -96,9 +100,9 @@ def test_the_contract(scorer: Any) -> None:
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (lambda: BlockProductScorer(0), ValueError, "window_size must be at least 1"),
-        (lambda: BlockProductScorer(unit_size=0), ValueError, "unit_size must be at least 1"),
-        (lambda: BlockProductScorer(block_units="8"), TypeError, "block_units must be an int"),
+        (lambda: BlockProductScorer(window_size=0), ValueError, "window_size must be at least 1"),
+        (lambda: BlockProductScorer(chunk_size=0), ValueError, "chunk_size must be at least 1"),
+        (lambda: BlockProductScorer(block_chunks="8"), TypeError, "block_chunks must be an int"),
         (lambda: LastQueryProductScorer(own=None), TypeError, "own must be a bool, got None"),
     ],
 )

@@ -26,7 +26,7 @@ NORMS = torch.tensor([[2.0], [4.0], [1.0], [6.0], [5.0], [3.0], [8.0], [7.0]])
 
 
 def test_chunks_on_paper() -> None:
-    saliency = ChunkMeanScorer(KeyNormScorer(), chunk_length=3).score(layer_of(NORMS))
+    saliency = ChunkMeanScorer(KeyNormScorer(), chunk_size=3).score(layer_of(NORMS))
     expected = torch.tensor([*[-7 / 3] * 3, *[-14 / 3] * 3, *[-7.5] * 2])
     torch.testing.assert_close(saliency[0, 0], expected)
 
@@ -35,14 +35,14 @@ def test_all_heads_have_the_mean_of_all() -> None:
     context = random_layer(0, (4,))
     keys = torch.tensor([[1.0, 3.0, 5.0, 7.0], [2.0, 2.0, 2.0, 2.0], [0.0, 4.0, 8.0, 0.0]])
     context = attrs.evolve(context, keys=keys[None, :, :, None] * torch.eye(5)[0])
-    saliency = ChunkMeanScorer(KeyNormScorer(), chunk_length=2).score(context)
+    saliency = ChunkMeanScorer(KeyNormScorer(), chunk_size=2).score(context)
     assert saliency.tolist() == [[[-2.0, -2.0, -4.0, -4.0]] * 3]
 
 
 def test_a_padded_row_has_its_own_chunks() -> None:
     """Three slots of padding: the second row's chunks begin at its own first token."""
     context = random_layer(1, (7, 4))
-    saliency = ChunkMeanScorer(KeyNormScorer(), chunk_length=3).score(context)
+    saliency = ChunkMeanScorer(KeyNormScorer(), chunk_size=3).score(context)
     norms = context.keys[1, :, 3:].norm(dim=-1).mean(dim=0)
     expected = -torch.stack([*[norms[:3].mean()] * 3, norms[3]])
     torch.testing.assert_close(saliency[1, :, 3:], expected.expand(3, 4))
@@ -68,12 +68,14 @@ def slow(
     }
 
 
-@pytest.mark.parametrize("scorer", [WindowMaxPoolScorer(3, 1), KeyNormScorer()], ids=str)
+@pytest.mark.parametrize(
+    "scorer", [WindowMaxPoolScorer(3, kernel_size=1), KeyNormScorer()], ids=str
+)
 @pytest.mark.parametrize("size", [1, 5])
 def test_against_slow_loops(scorer: Scorer, size: int) -> None:
     @given(context=layer_contexts(scorer.num_queries))
     def run(context: LayerContext) -> None:
-        pooled = ChunkMeanScorer(scorer, size).score(context)
+        pooled = ChunkMeanScorer(scorer, chunk_size=size).score(context)
         base = scorer.score(context)
         for row in range(context.batch):
             expected = slow(base[row].tolist(), context, row, scorer.unscored_tail, size)
@@ -85,19 +87,25 @@ def test_against_slow_loops(scorer: Scorer, size: int) -> None:
 
 def test_whole_chunks_are_kept_the_same_for_all_heads() -> None:
     context = random_layer(5, (42,), query_len=2)
-    policy = ChunkKV(retention_tokens=10, window_size=2, kernel_size=1, chunk_length=4)
+    policy = ChunkKV(retention_tokens=10, window_size=2, kernel_size=1, chunk_size=4)
     kept = policy.decide(context).kept[0]
     assert (kept == kept[0]).all()
     chosen = kept[0, :-2].tolist()
     assert kept[0, -2:].tolist() == [40, 41]
     assert [each % 4 for each in chosen] == [0, 1, 2, 3] * 2
-    means = WindowMaxPoolScorer(2, 1).score(context)[0, :, :40].mean(dim=0).view(10, 4).mean(dim=1)
+    means = (
+        WindowMaxPoolScorer(2, kernel_size=1)
+        .score(context)[0, :, :40]
+        .mean(dim=0)
+        .view(10, 4)
+        .mean(dim=1)
+    )
     assert {each // 4 for each in chosen} == set(means.topk(2).indices.tolist())
 
 
 def test_what_is_carried_is_the_scorers() -> None:
     context = random_layer(7, (11, 6), query_len=11)
-    pooled, carried = ChunkMeanScorer(AccumulatedAttentionScorer(), 3).update(context)
+    pooled, carried = ChunkMeanScorer(AccumulatedAttentionScorer(), chunk_size=3).update(context)
     torch.testing.assert_close(carried, AccumulatedAttentionScorer().update(context)[1])
     assert pooled.shape == (2, 3, 11)
 
@@ -106,16 +114,20 @@ def test_what_is_carried_is_the_scorers() -> None:
     ("build", "error", "message"),
     [
         (
-            lambda: ChunkMeanScorer(KeyNormScorer(), 0),
+            lambda: ChunkMeanScorer(KeyNormScorer(), chunk_size=0),
             ValueError,
-            "chunk_length must be at le",
+            "chunk_size must be at le",
         ),
         (
-            lambda: ChunkMeanScorer(KeyNormScorer(), 2.0),
+            lambda: ChunkMeanScorer(KeyNormScorer(), chunk_size=2.0),
             TypeError,
-            "chunk_length must be an in",
+            "chunk_size must be an in",
         ),
-        (lambda: ChunkMeanScorer("snapkv", 2), TypeError, "scorer must be a Scorer, got 'snapkv'"),
+        (
+            lambda: ChunkMeanScorer("snapkv", chunk_size=2),
+            TypeError,
+            "scorer must be a Scorer, got 'snapkv'",
+        ),
     ],
 )
 def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:
@@ -125,4 +137,4 @@ def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None
 
 @pytest.mark.parametrize("scorer", [KeyNormScorer(), AccumulatedAttentionScorer()], ids=str)
 def test_the_contract_around_others(scorer: Scorer) -> None:
-    check_scorer(ChunkMeanScorer(scorer, 3))
+    check_scorer(ChunkMeanScorer(scorer, chunk_size=3))

@@ -55,7 +55,7 @@ def test_a_key_of_its_own_direction_has_the_most_leverage() -> None:
     context = attrs.evolve(
         context, keys=context.layer.rotary.turned(context.keys, context.positions)
     )
-    saliency = LeverageScorer(0, 0).score(context)[0, 0]
+    saliency = LeverageScorer(num_sinks=0, window_size=0).score(context)[0, 0]
     assert int(saliency.argmax()) == 2
     assert float(saliency.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(saliency.std(correction=0)) == pytest.approx(1.0)
@@ -74,11 +74,14 @@ def test_as_many_columns_as_channels_change_no_leverage() -> None:
 @pytest.mark.parametrize(("sinks", "window", "columns"), [(0, 0, 48), (8, 4, 48), (3, 2, 5)])
 def test_leverage_against_slow_loops_in_padded_rows(sinks: int, window: int, columns: int) -> None:
     lens = (31, 17)
-    check_leverage(turning(columns, lens), LeverageScorer(sinks, window, columns, seed=7))
+    check_leverage(
+        turning(columns, lens),
+        LeverageScorer(num_sinks=sinks, window_size=window, sketch_size=columns, seed=7),
+    )
 
 
 def test_leverage_where_heads_hold_unlike_tokens() -> None:
-    check_leverage(later_turn(), LeverageScorer(2, 2))
+    check_leverage(later_turn(), LeverageScorer(num_sinks=2, window_size=2))
 
 
 def check_leverage(context: LayerContext, scorer: LeverageScorer) -> None:
@@ -113,7 +116,9 @@ def test_attention_looks_both_ways_within_its_chunk() -> None:
     keys = torch.tensor([[0.0], [50.0], [0.0], [0.0]])
     values = torch.tensor([[1.0], [2.0], [1.0], [1.0]])
     context = attrs.evolve(layer_of(keys, values), queries=torch.ones(1, 1, 4, 1))
-    saliency = ChunkAttentionScorer(0, 0, chunk_size=2, kernel_size=1).score(context)[0, 0]
+    saliency = ChunkAttentionScorer(num_sinks=0, window_size=0, chunk_size=2, kernel_size=1).score(
+        context
+    )[0, 0]
     deviation = ((1.5**2 + 2.5**2 + 0.5**2 + 0.5**2) / 4) ** 0.5
     expected = [each / deviation for each in (-1.5, 2.5, -0.5, -0.5)]
     assert saliency.tolist() == pytest.approx(expected, rel=1e-5)
@@ -127,13 +132,17 @@ def test_attention_against_slow_loops_in_padded_rows(
     sinks: int, window: int, chunk: int, kernel: int
 ) -> None:
     lens = (31, 17, 4)
-    scorer = ChunkAttentionScorer(sinks, window, chunk, kernel)
+    scorer = ChunkAttentionScorer(
+        num_sinks=sinks, window_size=window, chunk_size=chunk, kernel_size=kernel
+    )
     check_attention(random_layer(chunk, lens, query_len=31), scorer)
 
 
 @pytest.mark.parametrize("chunk", [3, 10, 100])
 def test_attention_where_heads_hold_unlike_tokens(chunk: int) -> None:
-    check_attention(later_turn(), ChunkAttentionScorer(2, 1, chunk))
+    check_attention(
+        later_turn(), ChunkAttentionScorer(num_sinks=2, window_size=1, chunk_size=chunk)
+    )
 
 
 def check_attention(context: LayerContext, scorer: ChunkAttentionScorer) -> None:
@@ -184,10 +193,10 @@ def test_the_weight_of_the_leverage() -> None:
 @pytest.mark.parametrize(
     "scorer",
     [
-        LeverageScorer(0, 0, 3),
-        LeverageScorer(2, 1, seed=2**70),
-        ChunkAttentionScorer(0, 0, 5, 1),
-        ChunkAttentionScorer(3, 2, 16),
+        LeverageScorer(num_sinks=0, window_size=0, sketch_size=3),
+        LeverageScorer(num_sinks=2, window_size=1, seed=2**70),
+        ChunkAttentionScorer(num_sinks=0, window_size=0, chunk_size=5, kernel_size=1),
+        ChunkAttentionScorer(num_sinks=3, window_size=2, chunk_size=16),
         Compactor(window_size=2, num_sinks=1, chunk_size=8).scorer,
     ],
     ids=str,

@@ -49,7 +49,7 @@ def slow(
 def test_against_slow_loops_in_padded_rows(sinks: int, future: int, epsilon: float) -> None:
     lens = (19, 11, 3)
     context = turning(future, lens, 19)
-    scorer = ExpectedAttentionScorer(sinks, future, epsilon)
+    scorer = ExpectedAttentionScorer(num_sinks=sinks, future_len=future, epsilon=epsilon)
     found = scorer.score(context)
     for row, length in enumerate(lens):
         for head in range(3):
@@ -85,7 +85,7 @@ def test_in_a_later_turn_positions_go_on_from_the_rows_own() -> None:
 def test_the_formula_is_the_mean_over_normal_queries() -> None:
     """Exponentials of logits, of 200,000 queries drawn from the mean and covariance."""
     context = turning(2, (40,), 40)
-    scorer = ExpectedAttentionScorer(0, 1, by_value=False)
+    scorer = ExpectedAttentionScorer(num_sinks=0, future_len=1, by_value=False)
     found = scorer.score(attrs.evolve(context, queries=context.queries / 3)).double()
     rotary = PlainRotary(6, THETA)
     queries = rotary.turned_back(context.queries / 3, torch.arange(40)[None, None]).double()
@@ -127,9 +127,9 @@ def test_a_prompt_of_sinks_alone() -> None:
 @pytest.mark.parametrize(
     "scorer",
     [
-        ExpectedAttentionScorer(0, 3),
+        ExpectedAttentionScorer(num_sinks=0, future_len=3),
         ExpectedAttentionScorer(epsilon=0.1),
-        ExpectedAttentionScorer(2, 70, by_value=False),
+        ExpectedAttentionScorer(num_sinks=2, future_len=70, by_value=False),
     ],
     ids=str,
 )

@@ -60,7 +60,7 @@ def test_equal_tokens_rank_by_their_order() -> None:
 def test_against_slow_loops_in_padded_rows(sinks: int, lag: int) -> None:
     lens = (23, 9, 2, 29)
     context = random_layer(lag, lens)
-    found = rows_of(LagKVScorer(sinks, lag).score(context), lens)
+    found = rows_of(LagKVScorer(num_sinks=sinks, lag_size=lag).score(context), lens)
     for row, length in enumerate(lens):
         for head in range(3):
             keys, values = (
@@ -83,6 +83,8 @@ def test_evicted_sinks_are_not_made_up_for() -> None:
     assert saliency[0, :, 5:].tolist() == [[1.0, 1.25, 1.5, 1.75]] * 3
 
 
-@pytest.mark.parametrize("scorer", [LagKVScorer(1, 3), LagKVScorer(0, 1)], ids=str)
+@pytest.mark.parametrize(
+    "scorer", [LagKVScorer(num_sinks=1, lag_size=3), LagKVScorer(num_sinks=0, lag_size=1)], ids=str
+)
 def test_the_contract_at_small_runs(scorer: LagKVScorer) -> None:
     check_scorer(scorer)

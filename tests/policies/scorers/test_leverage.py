@@ -49,7 +49,7 @@ def slow(keys: list[list[float]], values: list[list[float]], sinks: int, size: i
 def test_against_slow_loops_in_padded_rows(sinks: int, size: int) -> None:
     lens = (23, 9, 2, 29)
     context = random_layer(size, lens)
-    found = rows_of(CURScorer(sinks, size).score(context), lens)
+    found = rows_of(CURScorer(num_sinks=sinks, local_size=size).score(context), lens)
     for row, length in enumerate(lens):
         for head in range(3):
             keys, values = (
@@ -59,4 +59,4 @@ def test_against_slow_loops_in_padded_rows(sinks: int, size: int) -> None:
 
 
 def test_the_contract_at_small_stretches() -> None:
-    check_scorer(CURScorer(1, 3))
+    check_scorer(CURScorer(num_sinks=1, local_size=3))

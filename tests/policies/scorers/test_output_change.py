@@ -80,7 +80,9 @@ def evicted_one_by_one(weights: Tensor, values: Tensor) -> list[float]:
     return moved
 
 
-@pytest.mark.parametrize("base", [LastQueryScorer(), WindowMaxPoolScorer(3, 3)], ids=str)
+@pytest.mark.parametrize(
+    "base", [LastQueryScorer(), WindowMaxPoolScorer(3, kernel_size=3)], ids=str
+)
 def test_against_evictions_one_by_one_in_padded_rows(base: Scorer) -> None:
     lens = (17, 8)
     context = random_layer(11, lens, query_len=3)

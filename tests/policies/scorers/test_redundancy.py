@@ -53,7 +53,9 @@ def test_attention_is_that_of_slow_loops_in_padded_rows() -> None:
     new_valid = torch.arange(6) >= 6 - counts[:, None]
     context = attrs.evolve(random_layer(7, lens, query_len=4), new_valid=new_valid)
     assert context.query_valid.sum(dim=1).tolist() == [4, 3, 2]
-    found = rows_of(RedundancyScorer(4, 3, importance=1.0).score(context), lens)
+    found = rows_of(
+        RedundancyScorer(window_size=4, kernel_size=3, importance=1.0).score(context), lens
+    )
     for row in range(len(lens)):
         for head in range(3):
             want = slow_attention(context, row, head, 4)

@@ -31,7 +31,7 @@ LENS = (23, 9, 2)
 @pytest.mark.parametrize(("window", "kernel"), [(4, 1), (4, 3), (1, 7), (30, 3)])
 def test_average_pooling_against_slow_loops_in_padded_rows(window: int, kernel: int) -> None:
     context = random_layer(window, LENS, query_len=min(window, 23))
-    found = WindowMeanPoolScorer(window, kernel).score(context)
+    found = WindowMeanPoolScorer(window, kernel_size=kernel).score(context)
     for row, length in enumerate(LENS):
         view = view_of(context, row)
         expected = window_saliency(
@@ -51,7 +51,7 @@ def test_average_pooling_against_slow_loops_in_padded_rows(window: int, kernel: 
 @pytest.mark.parametrize(("window", "kernel"), [(4, 3), (1, 7), (30, 3)])
 def test_groups_are_averaged_before_the_pooling_in_padded_rows(window: int, kernel: int) -> None:
     context = random_layer(window, LENS, query_len=min(window, 23))
-    found = WindowMaxPoolScorer(window, kernel, group_first=True).score(context)
+    found = WindowMaxPoolScorer(window, kernel_size=kernel, group_first=True).score(context)
     assert found.shape == (3, 3, 23)
     for row, length in enumerate(LENS):
         view = view_of(context, row)
@@ -73,8 +73,10 @@ def test_heads_that_share_what_is_stored_are_one_group() -> None:
     """As under latent attention, where a selector is shown the mean over all heads."""
     context = random_layer(2, (23,), query_len=4)
     latent = attrs.evolve(context, stored=(context.keys[:, :1], context.values[:, :1]))
-    found = WindowMaxPoolScorer(4, 5, group_first=True).score(latent)
-    attention = WindowMaxPoolScorer(4, 1).score(context)[0].mean(dim=0)[: 23 - 4].tolist()
+    found = WindowMaxPoolScorer(4, kernel_size=5, group_first=True).score(latent)
+    attention = (
+        WindowMaxPoolScorer(4, kernel_size=1).score(context)[0].mean(dim=0)[: 23 - 4].tolist()
+    )
     for head in range(3):
         assert found[0, head].tolist() == pytest.approx([*max_pool(attention, 5), *[0.0] * 4])
 
@@ -83,23 +85,23 @@ def test_either_order_is_one_without_groups_or_pooling() -> None:
     context = random_layer(3, LENS, query_len=4)
     alone = attrs.evolve(context, queries=context.queries[:, ::2])
     for layer, kernel in ((alone, 5), (context, 1)):
-        first = WindowMaxPoolScorer(4, kernel, group_first=True).score(layer)
-        last = group_mean(WindowMaxPoolScorer(4, kernel).score(layer), 3)
+        first = WindowMaxPoolScorer(4, kernel_size=kernel, group_first=True).score(layer)
+        last = group_mean(WindowMaxPoolScorer(4, kernel_size=kernel).score(layer), 3)
         torch.testing.assert_close(first, last)
 
 
 @pytest.mark.parametrize("method", [SnapKV, AdaKV, PyramidKV, CriticalKV])
 def test_methods_offer_the_order(method: Any) -> None:
-    assert method().scorer == WindowMaxPoolScorer(8, 7)
-    built = method(0.2, 4, 5, group_first=True)
-    assert built.scorer == WindowMaxPoolScorer(4, 5, group_first=True)
+    assert method().scorer == WindowMaxPoolScorer(8, kernel_size=7)
+    built = method(0.2, window_size=4, kernel_size=5, group_first=True)
+    assert built.scorer == WindowMaxPoolScorer(4, kernel_size=5, group_first=True)
     bounded = method(retention_tokens=16, group_first=True, decoding=True)
     assert bounded.decoding.scorer == bounded.scorer
 
 
 def test_without_pooling_the_two_are_one() -> None:
     context = random_layer(1, LENS, query_len=4)
-    mean, largest = WindowMeanPoolScorer(4, 1), WindowMaxPoolScorer(4, 1)
+    mean, largest = WindowMeanPoolScorer(4, kernel_size=1), WindowMaxPoolScorer(4, kernel_size=1)
     torch.testing.assert_close(mean.score(context), largest.score(context))
 
 
@@ -118,10 +120,10 @@ def test_the_window_attends_to_itself_as_well(window: int) -> None:
 @pytest.mark.parametrize(
     "scorer",
     [
-        WindowMeanPoolScorer(3, 5),
-        WindowMeanPoolScorer(1, 1),
+        WindowMeanPoolScorer(3, kernel_size=5),
+        WindowMeanPoolScorer(1, kernel_size=1),
         WindowAttentionScorer(3),
-        WindowMaxPoolScorer(3, 5, group_first=True),
+        WindowMaxPoolScorer(3, kernel_size=5, group_first=True),
     ],
     ids=str,
 )

@@ -59,9 +59,13 @@ def test_on_paper() -> None:
     assert inner.select(saliency, context).tolist() == [[[0, 1, 2, 5]]]
     assert CriticalSelector(inner).select(saliency, context).tolist() == [[[0, 1, 4, 5]]]
     # Of four, the last and two by attention; of all, attention alone.
-    assert CriticalSelector(inner, 0.75).select(saliency, context).tolist() == [[[0, 1, 4, 5]]]
-    assert CriticalSelector(inner, 1.0).select(saliency, context).tolist() == [[[0, 1, 2, 5]]]
-    large = CriticalSelector(inner, 0.0, epsilon=1e6).select(saliency, context)
+    assert CriticalSelector(inner, first_share=0.75).select(saliency, context).tolist() == [
+        [[0, 1, 4, 5]]
+    ]
+    assert CriticalSelector(inner, first_share=1.0).select(saliency, context).tolist() == [
+        [[0, 1, 2, 5]]
+    ]
+    large = CriticalSelector(inner, first_share=0.0, epsilon=1e6).select(saliency, context)
     assert large.tolist() == [[[0, 1, 4, 5]]]  # by values alone, the earlier of equals
 
 
@@ -70,7 +74,7 @@ def test_tokens_without_attention_compete_by_their_values() -> None:
     values = torch.tensor([1.0, 3.0, 2.0, 1.0])[:, None]
     context = with_layer(layer_of(torch.ones(4, 1), values), output_weight=torch.ones(1, 1, 1))
     inner = GQAGroupSelector(retention_tokens=2, window_size=1)
-    kept = CriticalSelector(inner, 0.0).select(torch.zeros(1, 1, 4), context)
+    kept = CriticalSelector(inner, first_share=0.0).select(torch.zeros(1, 1, 4), context)
     assert kept.tolist() == [[[1, 3]]]
 
 
@@ -93,7 +97,7 @@ def test_norms_against_slow_loops() -> None:
 def test_the_method_against_slow_loops_in_padded_rows(share: float, rate: float) -> None:
     lens, weight = (31, 14, 5), weights(1)
     context = with_layer(random_layer(5, lens, query_len=3), output_weight=weight)
-    policy = CriticalKV(rate, 3, kernel_size=3, first_share=share)
+    policy = CriticalKV(rate, window_size=3, kernel_size=3, first_share=share)
     method = reference.CriticalKV(rate, 3, 3, first_share=share)
     kept = policy.decide(context).kept
     for row in range(len(lens)):
@@ -101,13 +105,13 @@ def test_the_method_against_slow_loops_in_padded_rows(share: float, rate: float)
         assert choice.margin > 1e-6
         for head in range(3):
             assert slots_of(kept[row, head], context, row) == choice.kept[head]
-    attention = SnapKV(rate, 3, 3).decide(context).kept
+    attention = SnapKV(rate, window_size=3, kernel_size=3).decide(context).kept
     assert torch.equal(kept, attention) == (share == 1.0)
 
 
 def test_around_ada_kv_heads_keep_their_numbers() -> None:
     context = with_layer(random_layer(6, (40, 21), query_len=4), output_weight=weights(2))
-    scorer, inner = WindowMaxPoolScorer(4, 3), AdaptiveHeadSelector(0.3, 4)
+    scorer, inner = WindowMaxPoolScorer(4, kernel_size=3), AdaptiveHeadSelector(0.3, window_size=4)
     policy = CachePolicy(scorer, CriticalSelector(inner), PassAllPropagation())
     kept, base = policy.decide(context).kept, inner.select(scorer.score(context), context)
     counts = (base >= 0).sum(dim=-1)
@@ -145,13 +149,18 @@ def test_a_bound_for_answers_goes_to_the_selector_within() -> None:
     ("selector", "larger"),
     [
         (
-            CriticalSelector(GQAGroupSelector(0.3, 2), 0.4),
-            CriticalSelector(GQAGroupSelector(0.5, 2), 0.4),
+            CriticalSelector(GQAGroupSelector(0.3, window_size=2), first_share=0.4),
+            CriticalSelector(GQAGroupSelector(0.5, window_size=2), first_share=0.4),
         ),
         (CriticalSelector(GQAGroupSelector(retention_tokens=6, window_size=0, protect=3)), None),
         (CriticalSelector(SinkAndRecentSelector(0.4)), None),
-        (CriticalSelector(AdaptiveHeadSelector(0.3, 2)), None),
-        (FirstLayersWholeSelector(CriticalSelector(GQAGroupSelector(0.3, 2)), 2), None),
+        (CriticalSelector(AdaptiveHeadSelector(0.3, window_size=2)), None),
+        (
+            FirstLayersWholeSelector(
+                CriticalSelector(GQAGroupSelector(0.3, window_size=2)), whole_layers=2
+            ),
+            None,
+        ),
     ],
     ids=str,
 )
@@ -180,7 +189,7 @@ def whole_context(layer_idx: int) -> LayerContext:
 
 def test_the_first_layers_keep_everything() -> None:
     inner = GQAGroupSelector(retention_tokens=2, window_size=1)
-    selector, saliency = FirstLayersWholeSelector(inner, 2), torch.rand(2, 3, 7)
+    selector, saliency = FirstLayersWholeSelector(inner, whole_layers=2), torch.rand(2, 3, 7)
     for layer_idx in range(4):
         context = whole_context(layer_idx)
         kept = selector.select(saliency, context)
@@ -196,7 +205,7 @@ def test_the_first_layers_keep_everything() -> None:
 
 def test_without_whole_layers_it_is_the_selector() -> None:
     inner = GQAGroupSelector(retention_tokens=2)
-    selector = FirstLayersWholeSelector(inner, 0)
+    selector = FirstLayersWholeSelector(inner, whole_layers=0)
     assert selector.budget == inner.budget
     assert selector.is_bounded
-    assert FirstLayersWholeSelector(GQAGroupSelector(0.1), 3).around(inner) == selector
+    assert FirstLayersWholeSelector(GQAGroupSelector(0.1), whole_layers=3).around(inner) == selector

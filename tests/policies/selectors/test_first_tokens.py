@@ -37,7 +37,7 @@ def by_hand(scores: list[float], whole: int, budget: int, window: int) -> list[i
 @pytest.mark.parametrize("whole", [0, 3, 9, 40])
 def test_a_rate_is_one_of_the_tokens_behind(whole: int) -> None:
     context, saliency = random_layer(1, LENS), torch.rand(3, 3, 31)
-    selector = FirstTokensWholeSelector(GQAGroupSelector(0.3, 2), whole)
+    selector = FirstTokensWholeSelector(GQAGroupSelector(0.3, window_size=2), whole_tokens=whole)
     kept = selector.select(saliency, context)
     for row, length in enumerate(LENS):
         budget = int((max(length - whole, 0)) * 0.3)
@@ -52,7 +52,7 @@ def test_a_rate_is_one_of_the_tokens_behind(whole: int) -> None:
 def test_one_threshold_over_what_is_behind() -> None:
     contexts = [random_layer(seed, LENS) for seed in (1, 2)]
     saliencies = [torch.rand(3, 3, 31, generator=torch.Generator().manual_seed(9))] * 2
-    selector = FirstTokensWholeSelector(GlobalThresholdSelector(0.3, 0), 5)
+    selector = FirstTokensWholeSelector(GlobalThresholdSelector(0.3, window_size=0), whole_tokens=5)
     found = selector.select_together(saliencies, contexts)
     for row, length in enumerate(LENS):
         own = [each[row, :, 31 - length + 5 :].flatten().tolist() for each in saliencies]
@@ -71,7 +71,7 @@ def test_a_later_turn_may_not_hold_them() -> None:
     context = random_layer(3, (12,))
     positions = torch.tensor([[[1, 4, *range(30, 40)], [4, 9, *range(30, 40)], [*range(28, 40)]]])
     later = attrs.evolve(context, positions=positions, seen_len=(40,))
-    selector = FirstTokensWholeSelector(GQAGroupSelector(0.1, 1), 5)
+    selector = FirstTokensWholeSelector(GQAGroupSelector(0.1, window_size=1), whole_tokens=5)
     kept = selector.select(torch.arange(12.0).expand(1, 3, 12), later)
     places = [
         [positions[0, head, slot] for slot in kept[0, head] if slot >= 0] for head in (0, 1, 2)
@@ -85,7 +85,9 @@ def test_heads_that_protect_as_many_may_keep_unlike_numbers() -> None:
     rest = [*range(31, 40)]
     positions = torch.tensor([[[0, 1, 5, *rest], [1, 5, 6, *rest], [0, 1, 5, *rest]]])
     later = attrs.evolve(context, positions=positions, seen_len=(40,))
-    selector = FirstTokensWholeSelector(GQAGroupSelector(0.15, 1, protect=9), 2)
+    selector = FirstTokensWholeSelector(
+        GQAGroupSelector(0.15, window_size=1, protect=9), whole_tokens=2
+    )
     assert selector.protected(later).sum(dim=-1).tolist() == [[4, 4, 4]]
     kept = selector.select(torch.arange(12.0).expand(1, 3, 12), later)
     assert (kept >= 0).sum(dim=-1).tolist() == [[2 + 5, 1 + 5, 2 + 5]]  # int(38 * 0.15) behind
@@ -95,28 +97,28 @@ def test_heads_that_protect_as_many_may_keep_unlike_numbers() -> None:
 @pytest.mark.parametrize(
     "inner",
     [
-        GQAGroupSelector(0.3, 2),
+        GQAGroupSelector(0.3, window_size=2),
         GQAGroupSelector(retention_tokens=6, window_size=0, protect=3),
-        GQAGroupSelector(0.1, 2, protect=9),
+        GQAGroupSelector(0.1, window_size=2, protect=9),
         SinkAndRecentSelector(0.4),
-        AdaptiveHeadSelector(0.3, 2),
-        PyramidSelector(0.3, 1),
-        GlobalThresholdSelector(0.3, 0),
+        AdaptiveHeadSelector(0.3, window_size=2),
+        PyramidSelector(0.3, window_size=1),
+        GlobalThresholdSelector(0.3, window_size=0),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("whole", [2, 30])
 def test_the_contract(inner: Any, whole: int) -> None:
-    check_selector(FirstTokensWholeSelector(inner, whole))
+    check_selector(FirstTokensWholeSelector(inner, whole_tokens=whole))
 
 
 def test_what_it_says_of_itself() -> None:
-    inner = GQAGroupSelector(0.1, 8, protect=7)
-    selector = FirstTokensWholeSelector(inner, 5)
+    inner = GQAGroupSelector(0.1, window_size=8, protect=7)
+    selector = FirstTokensWholeSelector(inner, whole_tokens=5)
     assert (selector.protected_first, selector.budget, selector.equal_counts) == (7, None, False)
-    assert FirstTokensWholeSelector(inner, 7).equal_counts
-    assert FirstTokensWholeSelector(inner, 0).equal_counts
-    assert FirstTokensWholeSelector(inner, 0).budget == inner.budget
+    assert FirstTokensWholeSelector(inner, whole_tokens=7).equal_counts
+    assert FirstTokensWholeSelector(inner, whole_tokens=0).equal_counts
+    assert FirstTokensWholeSelector(inner, whole_tokens=0).budget == inner.budget
     assert selector.kept_rates(2, context_len=4) == [1.0, 1.0]
     assert selector.kept_rates(2) == [0.1, 0.1]
     assert not selector.decides_together
@@ -135,7 +137,7 @@ def test_bad_arguments() -> None:
 def test_kvzip_is_made_of_it() -> None:
     method = KVzip(0.2, num_sinks=4, whole_tokens=50)
     assert method.selector == FirstTokensWholeSelector(
-        GlobalThresholdSelector(0.2, 0, protect=4), 50
+        GlobalThresholdSelector(0.2, window_size=0, protect=4), whole_tokens=50
     )
     assert method.rereading is not None
     assert (method.rereading.num_sinks, method.rereading.unrepeated) == (50, 50)

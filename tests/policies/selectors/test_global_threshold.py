@@ -51,28 +51,34 @@ def chosen(selector: GlobalThresholdSelector, scores: list[Tensor]) -> list[list
 
 def test_by_hand() -> None:
     # Two of four for each head: six of ten; 0.9, 0.8, 0.7, 0.6, 0.3, 0.2 are the highest.
-    assert chosen(GlobalThresholdSelector(0.5, 0), SCORES) == [[[0, 2, 3], [0, 1]], [[0]]]
+    assert chosen(GlobalThresholdSelector(0.5, window_size=0), SCORES) == [
+        [[0, 2, 3], [0, 1]],
+        [[0]],
+    ]
     # One of each head: three, all but one of a head.
-    assert chosen(GlobalThresholdSelector(0.25, 0), SCORES) == [[[0, 2], [1]], [[]]]
+    assert chosen(GlobalThresholdSelector(0.25, window_size=0), SCORES) == [[[0, 2], [1]], [[]]]
 
 
 def test_the_protected_take_their_places_first() -> None:
     # The last and the first of each head are four, five with the layer after the drop.
-    kept = chosen(GlobalThresholdSelector(0.5, 1, protect=1), SCORES)
+    kept = chosen(GlobalThresholdSelector(0.5, window_size=1, protect=1), SCORES)
     assert kept == [[[0, 2, 3], [0, 3]], [[1]]]
 
 
 def test_of_equals_the_lower_layer_then_head_then_token() -> None:
     same = [torch.zeros_like(each) for each in SCORES]
-    assert chosen(GlobalThresholdSelector(0.25, 0), same) == [[[0, 1, 2], []], [[]]]
-    assert chosen(GlobalThresholdSelector(0.5, 0), same) == [[[0, 1, 2, 3], [0, 1]], [[]]]
+    assert chosen(GlobalThresholdSelector(0.25, window_size=0), same) == [[[0, 1, 2], []], [[]]]
+    assert chosen(GlobalThresholdSelector(0.5, window_size=0), same) == [
+        [[0, 1, 2, 3], [0, 1]],
+        [[]],
+    ]
 
 
 def test_a_layer_that_shares_what_it_stores_is_one_head() -> None:
     stored = (torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2))
     shared = attrs.evolve(FIRST, stored=stored)
     policy = CachePolicy(
-        PeakAttentionScorer(), GlobalThresholdSelector(0.5, 0), PassAllPropagation()
+        PeakAttentionScorer(), GlobalThresholdSelector(0.5, window_size=0), PassAllPropagation()
     )
     layers = [DeferredLayer.of(shared, SCORES[0]), DeferredLayer.of(SECOND, SCORES[1])]
     found = policy.decide_layers(layers)
@@ -87,14 +93,16 @@ def test_rows_in_which_nothing_is_chosen_take_no_places() -> None:
     other = torch.tensor([[[0.5, 0.4, 0.3, 0.2]]] * 2)
     short = torch.tensor([True, False])[:, None, None]
     waiting = [DeferredLayer.of(rows, scores).among(short), DeferredLayer.of(rows, other)]
-    first, second = kept_of_all(GlobalThresholdSelector(0.5, 0), waiting, DeferredChecks())
+    first, second = kept_of_all(
+        GlobalThresholdSelector(0.5, window_size=0), waiting, DeferredChecks()
+    )
     assert first.tolist() == [[[0, 1, 2, 3]], [[-1, -1, -1, -1]]]
     assert second.tolist() == [[[-1, -1]], [[0, 1]]]
 
 
 def test_a_head_without_a_token_to_choose() -> None:
     padded = layer([[[0, 1], [-1, -1]]], seen=2)
-    kept = GlobalThresholdSelector(0.5, 0).select(torch.ones(1, 2, 2), padded)
+    kept = GlobalThresholdSelector(0.5, window_size=0).select(torch.ones(1, 2, 2), padded)
     assert kept.tolist() == [[[0], [-1]]]
 
 

@@ -88,7 +88,7 @@ PARAMETERS = {
 def test_all_layers_of_a_pyramid_keep_what_as_many_equal_layers_would(
     seen_len: int, tokens: int, window_size: int, beta: int, num_layers: int
 ) -> None:
-    selector = PyramidSelector(None, window_size, tokens, beta)
+    selector = PyramidSelector(None, window_size=window_size, retention_tokens=tokens, beta=beta)
     fixed = min(window_size, seen_len)
     counts = [selector.count(seen_len, fixed, index, num_layers) for index in range(num_layers)]
     equal = min(seen_len, max(tokens, fixed, 1))
@@ -108,7 +108,7 @@ def test_no_layer_of_a_pyramid_loses_by_a_larger_budget(
     fixed = min(window_size, seen_len)
     for layer_idx in range(num_layers):
         smaller, larger = (
-            PyramidSelector(None, window_size, size, beta).count(
+            PyramidSelector(None, window_size=window_size, retention_tokens=size, beta=beta).count(
                 seen_len, fixed, layer_idx, num_layers
             )
             for size in (tokens, tokens + more)
@@ -224,7 +224,7 @@ def test_what_a_head_leaves_of_its_floor_goes_to_no_other() -> None:
 def test_the_head_with_most_protected_tokens_says_how_many_places_are_free() -> None:
     """Head 0 holds both first tokens, head 1 neither: 4 less 3 leaves one place a head to share."""
     context = later_turn([[0, 1], [2, 5, 9, 12]], new=1, seen_len=20)
-    selector = AdaptiveHeadSelector(None, 1, 4, floor=0.0, protect=2)
+    selector = AdaptiveHeadSelector(None, window_size=1, retention_tokens=4, floor=0.0, protect=2)
     kept = selector.select(torch.ones(1, 2, 5), context)
     assert kept.tolist() == [[[2, 3, 4], [0, 1, 4]]]
 
@@ -267,7 +267,9 @@ def test_adaptive_heads_against_sorting_in_plain_python(
     data: st.DataObject, context: LayerContext, rate: float, window_size: int, floor: float
 ) -> None:
     saliency = data.draw(saliencies(context))
-    kept = AdaptiveHeadSelector(rate, window_size, floor=floor).select(saliency, context)
+    kept = AdaptiveHeadSelector(rate, window_size=window_size, floor=floor).select(
+        saliency, context
+    )
     expected = slow_adaptive(saliency, context, rate, window_size, floor)
     assert [[[i for i in head if i >= 0] for head in row] for row in kept.tolist()] == expected
     assert kept.shape[-1] == max(len(head) for row in expected for head in row)
@@ -301,7 +303,9 @@ def test_without_a_fall_and_with_all_of_the_floor_both_are_snapkv(context: Layer
 def test_under_a_drop_late_layers_keep_what_reaches_them() -> None:
     """0.2 of 100 tokens reach the layer: a pyramid of 0.3 would keep 31 in the middle."""
     policy = CachePolicy(
-        WindowMaxPoolScorer(2), PyramidSelector(0.3, 2), TokenSelectivePropagation(0, 0.2, 2)
+        WindowMaxPoolScorer(2),
+        PyramidSelector(0.3, window_size=2),
+        TokenSelectivePropagation(tsp_layer=0, tsp_rate=0.2, window_size=2),
     )
     context = attrs.evolve(
         prompt(20, layer_idx=2, num_layers=5),
@@ -337,6 +341,10 @@ def test_bad_parameters(build: Any, error: type[Exception], message: str) -> Non
 
 
 def test_a_number_of_tokens_takes_the_place_of_a_default_rate() -> None:
-    assert PyramidKV(retention_tokens=64).selector == PyramidSelector(None, 8, 64, 20)
-    assert AdaKV(retention_tokens=64).selector == AdaptiveHeadSelector(None, 8, 64, 0.2)
+    assert PyramidKV(retention_tokens=64).selector == PyramidSelector(
+        None, window_size=8, retention_tokens=64, beta=20
+    )
+    assert AdaKV(retention_tokens=64).selector == AdaptiveHeadSelector(
+        None, window_size=8, retention_tokens=64, floor=0.2
+    )
     assert "retention_rate=None" in repr(AdaKV(retention_tokens=64))

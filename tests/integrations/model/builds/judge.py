@@ -26,7 +26,7 @@ EFFECT = 1e-2
 
 POLICIES: dict[str, CachePolicy] = {
     "full_context": FullContext(),
-    "streaming_llm": StreamingLLM(retention_rate=0.3),
+    "streamingllm": StreamingLLM(retention_rate=0.3),
     "snapkv": SnapKV(retention_rate=0.3, window_size=4),
     "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3, window_size=4),
 }

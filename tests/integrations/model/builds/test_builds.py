@@ -67,7 +67,7 @@ def test_one_key_too_few_in_one_layer_is_noticed(
 
     monkeypatch.setattr(judge, "seen_by", lacking)
     for name in ("full_context", "fastkv", "snapkv"):
-        monkeypatch.setitem(judge.POLICIES, name, judge.POLICIES["streaming_llm"])
+        monkeypatch.setitem(judge.POLICIES, name, judge.POLICIES["streamingllm"])
     verdict = Judge("llama", BUILDS["llama"].model())()
     assert verdict.outcome == "wrong", verdict
 
