@@ -122,7 +122,7 @@ class Scorer(Part, abc.ABC):
             )
         (weight,) = _as_weights([weight])
         scorers, weights = _terms(self)
-        return SumScorer(scorers, [weight * each for each in weights])
+        return SumScorer(scorers, weights=[weight * each for each in weights])
 
     __rmul__ = __mul__
 
@@ -287,7 +287,7 @@ def _terms(scorer: Scorer) -> tuple[tuple[Scorer, ...], tuple[float, ...]]:
 def _sum(first: Scorer, second: Scorer) -> SumScorer:
     both = [_terms(each) for each in (first, second)]
     scorers, weights = (sum(each, ()) for each in zip(*both, strict=True))
-    return SumScorer(scorers, None if set(weights) == {1.0} else weights)
+    return SumScorer(scorers, weights=None if set(weights) == {1.0} else weights)
 
 
 def _largest(first: Scorer, second: Scorer) -> MaxScorer:

@@ -23,7 +23,6 @@ EARLIER = {
     "CriticalSelector": "selector first_share epsilon",
     "CrossLayerPropagation": "tsp_layer tsp_rate window_size tsp_tokens",
     "CurDKV": "retention_rate window_size num_sinks local_size",
-    "EvictionMethod": "retention_rate window_size",
     "ExpectedAttention": "retention_rate window_size num_sinks future_len epsilon",
     "ExpectedAttentionScorer": "num_sinks future_len epsilon by_value",
     "FastKV": "tsp_layer tsp_rate retention_rate window_size kernel_size",

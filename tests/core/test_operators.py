@@ -29,16 +29,16 @@ JOINED: dict[str, tuple[Scorer, Scorer]] = {
     "a + b": (A + B, SumScorer([A, B])),
     "a + b + c": (A + B + C, SumScorer([A, B, C])),
     "a + (b + c)": (A + (B + C), SumScorer([A, B, C])),
-    "0.5 * a": (0.5 * A, SumScorer([A], [0.5])),
-    "a * 2": (A * 2, SumScorer([A], [2.0])),
-    "0.5 * a + b": (0.5 * A + B, SumScorer([A, B], [0.5, 1.0])),
-    "a + -3 * b": (A + -3 * B, SumScorer([A, B], [1.0, -3.0])),
-    "0.5 * (a + 4 * b) * 3": (0.5 * (A + 4 * B) * 3, SumScorer([A, B], [1.5, 6.0])),
-    "tensor * a": (torch.tensor(0.25) * A, SumScorer([A], [0.25])),
+    "0.5 * a": (0.5 * A, SumScorer([A], weights=[0.5])),
+    "a * 2": (A * 2, SumScorer([A], weights=[2.0])),
+    "0.5 * a + b": (0.5 * A + B, SumScorer([A, B], weights=[0.5, 1.0])),
+    "a + -3 * b": (A + -3 * B, SumScorer([A, B], weights=[1.0, -3.0])),
+    "0.5 * (a + 4 * b) * 3": (0.5 * (A + 4 * B) * 3, SumScorer([A, B], weights=[1.5, 6.0])),
+    "tensor * a": (torch.tensor(0.25) * A, SumScorer([A], weights=[0.25])),
     "a | b": (A | B, MaxScorer([A, B])),
     "a | b | c": (A | B | C, MaxScorer([A, B, C])),
     "a | (b | c)": (A | (B | C), MaxScorer([A, B, C])),
-    "a | 2 * b": (A | 2 * B, MaxScorer([A, SumScorer([B], [2.0])])),
+    "a | 2 * b": (A | 2 * B, MaxScorer([A, SumScorer([B], weights=[2.0])])),
     "(a | b) + c": ((A | B) + C, SumScorer([MaxScorer([A, B]), C])),
     "a + a": (A + A, SumScorer([A, A])),
 }
@@ -97,7 +97,7 @@ class Clipped(SumScorer):
 
 def test_a_subclass_of_a_sum_stays_whole() -> None:
     assert Clipped([A, B]) + C == SumScorer([Clipped([A, B]), C])
-    assert 2 * Clipped([A, B]) == SumScorer([Clipped([A, B])], [2.0])
+    assert 2 * Clipped([A, B]) == SumScorer([Clipped([A, B])], weights=[2.0])
 
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {

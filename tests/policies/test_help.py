@@ -8,14 +8,9 @@ import attrs
 import pytest
 
 import kvpolicy
-from kvpolicy.policies import (
-    EvictionMethod,
-    FastKV,
-    PyramidKV,
-    SinkAndRecentSelector,
-    SnapKV,
-    documented,
-)
+from kvpolicy.policies import FastKV, PyramidKV, SinkAndRecentSelector, SnapKV
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.eviction import EvictionMethod
 
 REGISTERED: dict[str, Any] = kvpolicy.registered()
 METHODS: dict[str, Any] = kvpolicy.registered("policy")
