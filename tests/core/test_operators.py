@@ -57,11 +57,11 @@ def test_operators_make_the_scorers_that_are_written_out(joined: tuple[Scorer, S
 
 def test_what_operators_compute() -> None:
     context = random_layer(3, (9, 4), query_len=4)
-    other = WindowMaxPoolScorer(4, 1).score(context)
+    other = WindowMaxPoolScorer(4, kernel_size=1).score(context)
     one = LastQueryScorer().score(attrs.evolve(context, queries=context.queries[:, :, -1:]))
-    made = 0.5 * LastQueryScorer() + 3 * WindowMaxPoolScorer(4, 1)
+    made = 0.5 * LastQueryScorer() + 3 * WindowMaxPoolScorer(4, kernel_size=1)
     torch.testing.assert_close(made.score(context), 0.5 * one + 3 * other)
-    made = LastQueryScorer() | WindowMaxPoolScorer(4, 1)
+    made = LastQueryScorer() | WindowMaxPoolScorer(4, kernel_size=1)
     assert torch.equal(made.score(context), one.maximum(other))
     check_scorer(0.5 * (AccumulatedAttentionScorer() + KeyNormScorer() * 2))
 
@@ -77,13 +77,16 @@ def test_a_sum_in_a_file_of_an_earlier_version() -> None:
     saved = {
         "type": "kvpolicy.policies.scorers.combined:SumScorer",
         "fields": {
-            "scorers": [{"type": "last_query", "fields": {}}],
+            "scorers": [{"type": "last_query_scorer", "fields": {}}],
             "weights": [2.0],
         },
     }
     policy = CachePolicy(2 * LastQueryScorer(), GQAGroupSelector(0.2), PassAllPropagation())
     description = describe(policy)
     assert description["fields"]["scorer"] == saved
+    assert from_description(description) == policy
+    saved["fields"]["scorers"] = [{"type": "last_query", "fields": {}}]
+    description["fields"]["scorer"] = saved
     assert from_description(description) == policy
 
 
