@@ -49,11 +49,11 @@ from kvpolicy.policies import (
     TOVA,
     FullContext,
     KeyDiff,
-    Method,
     Random,
     SnapKV,
     StreamingLLM,
 )
+from kvpolicy.policies.methods.method import Method
 
 RULES: tuple[type[Method], ...] = (StreamingLLM, H2O, TOVA, SnapKV, KeyDiff, RKV, Random)
 # Tokens of a needle prompt that are read at once; the rest is fed as an answer.

@@ -350,7 +350,6 @@ class ForwardDispatcher:
         return self._forward.up_to_main().made.incoming.arguments
 
     def _begin(self, run: PassRun) -> None:
-        self._attached.hook_layers(run.alone)
         self.run = run
 
     def _remember(self, chunks: Chunks) -> None:

@@ -183,15 +183,11 @@ class Attachment(_Hooks):
         self.parts = parts
         self.outer: list[nn.Module] = [parts.model]
         self._handles: list[RemovableHandle] = []
-        self._hooked: set[int] = set()  # layers that have their hooks
         self._routed: list[nn.Module] = []
         self._observed: list[nn.Module] = []
 
     def attach(self) -> None:
-        """Register the hooks around the layers; remove them again if this fails.
-
-        A layer gets its own when the first run begins that does not leave it alone.
-        """
+        """Register all hooks on the model; remove them again if this fails."""
         self.detach()
         try:
             for attention in filter(None, self.parts.attentions):
@@ -209,23 +205,17 @@ class Attachment(_Hooks):
                     self.after_decoder, with_kwargs=True, always_call=True
                 ),
             ]
+            for index, layer in enumerate(self.parts.layers):
+                hooks = LayerHooks(self.cache, self.listener, index)
+                self._handles += [
+                    layer.register_forward_pre_hook(hooks.before, with_kwargs=True),
+                    # First, so that other hooks, such as hooks that record hidden states, see the
+                    # cut output.
+                    layer.register_forward_hook(hooks.after, with_kwargs=True, prepend=True),
+                ]
         except BaseException:
             self.detach()
             raise
-
-    def hook_layers(self, alone: frozenset[int]) -> None:
-        """Register the hooks of the layers, but for those that a run leaves ``alone``."""
-        for index, layer in enumerate(self.parts.layers):
-            if index in self._hooked or index in alone:
-                continue
-            hooks = LayerHooks(self.cache, self.listener, index)
-            self._hooked.add(index)
-            self._handles += [
-                layer.register_forward_pre_hook(hooks.before, with_kwargs=True),
-                # First, so that other hooks, such as hooks that record hidden states, see the
-                # cut output.
-                layer.register_forward_hook(hooks.after, with_kwargs=True, prepend=True),
-            ]
 
     @property
     def alone(self) -> bool:
@@ -266,7 +256,6 @@ class Attachment(_Hooks):
         for attention in self._observed:
             unobserve(attention)
         self._handles, self._routed, self._observed = [], [], []
-        self._hooked = set()
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
