@@ -44,6 +44,8 @@ ENVIRONMENT = {
 VOCAB_SIZE = 512
 READ_LEN = 300
 NEW_TOKENS = 16
+# Logits of bfloat16 models, of which the largest are near 15, differ by as much.
+ROUNDING = 0.6
 QUESTIONS = [[5], [7, 8, 9, 10, 11], list(range(40, 80))]
 POLICIES: dict[str, CachePolicy] = {
     "snapkv": SnapKV(0.25, window_size=8),
@@ -134,6 +136,20 @@ class Written:
             )
         return output[0, whole.shape[1] :].tolist()
 
+    @torch.no_grad()
+    def shortfall(self, name: str, question: Sequence[int], answer: Sequence[int]) -> float:
+        """How far an answer's tokens are at most from the best ones, in logits of kvpolicy.
+
+        In bfloat16 two programs round differently, and the best two tokens may change places.
+        """
+        cache = copy.deepcopy(self.caches[name])
+        ids = torch.tensor([[*question, *answer[:-1]]])
+        with cache.attached(self.model):
+            output = self.model(ids, past_key_values=cache)
+        logits = output.logits[0, len(question) - 1 :].float()
+        chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        return float((logits.amax(dim=1) - chosen).max())
+
     def transfer_config(self, **extra: Any) -> dict[str, Any]:
         return {
             "kv_connector": "PolicyConnector",
@@ -196,5 +212,10 @@ def check_answers(
 ) -> None:
     """Check that answers are those of kvpolicy's own `generate`, and documents were loaded."""
     for (name, question), output in zip(asked, outputs, strict=True):
-        assert list(output.outputs[0].token_ids) == written.wanted(name, question), name
+        answer = list(output.outputs[0].token_ids)
+        if written.model.dtype == torch.bfloat16:
+            assert len(answer) == NEW_TOKENS
+            assert written.shortfall(name, question, answer) < ROUNDING
+        else:
+            assert answer == written.wanted(name, question), name
         assert output.num_cached_tokens >= written.documents[name].length

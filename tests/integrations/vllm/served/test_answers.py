@@ -10,6 +10,7 @@ from tests.integrations.vllm.served.support import (
     NEEDS_VLLM,
     QUESTIONS,
     READ_LEN,
+    ROUNDING,
     YARN,
     Written,
     ask,
@@ -56,6 +57,22 @@ def test_a_text_beside_documents_is_as_it_was(served: tuple[Any, Written]) -> No
     name = next(iter(written.documents))
     prompts = [{"prompt_token_ids": ids}, written.documents[name].prompt([5])]
     text, answer = llm.generate(prompts, [sampling(None), sampling(name)], use_tqdm=False)
-    wanted = written.model.generate(written.ids, max_new_tokens=16, do_sample=False)
-    assert list(text.outputs[0].token_ids) == wanted[0, READ_LEN:].tolist()
+    if written.model.dtype == torch.float32:
+        wanted = written.model.generate(written.ids, max_new_tokens=16, do_sample=False)
+        assert list(text.outputs[0].token_ids) == wanted[0, READ_LEN:].tolist()
     check_answers(written, [(name, [5])], [answer])
+
+
+def test_other_answers_are_told_apart_in_bfloat16(served: tuple[Any, Written]) -> None:
+    """The tolerance for rounding is far below what a wrong document changes."""
+    _, written = served
+    question = QUESTIONS[1]
+    for name in written.documents:
+        others = [name_ for name_ in written.documents if name_ != name]
+        own = written.wanted(name, question)
+        assert written.shortfall(name, question, own) < ROUNDING
+        assert written.shortfall(name, question, own[::-1]) > 5 * ROUNDING
+        for other in others:
+            if written.wanted(other, question) != own:
+                wrong = written.wanted(other, question)
+                assert written.shortfall(name, question, wrong) > 2 * ROUNDING
