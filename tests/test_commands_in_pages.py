@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINE = re.compile(r"(?:\$ )?((?:kvpolicy|python3?|torchrun|lm_eval) .*)")
-NAMES = {command.__name__ for command in COMMANDS}
+NAMES = {command.__name__.replace("_", "-") for command in COMMANDS}
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using slow pure-python SequenceMatcher:UserWarning", "ignore::SyntaxWarning"
 )

@@ -95,7 +95,7 @@ def export(
     """
     check_kind("cache", cache, PolicyCache)
     check_kind("chat", chat, bool)
-    target = _target(path)
+    target = check_target(path)
     parts = ModelParts(model)
     _check_model(parts)
     _check_read(cache)
@@ -131,7 +131,16 @@ def export(
     return write_document(target, facts, ModelFingerprint.of(parts.decoder), entries)
 
 
-def _target(path: str | os.PathLike[str]) -> Path:
+def check_target(path: str | os.PathLike[str]) -> Path:
+    """Check that a document can be written to a path, and return it.
+
+    Args:
+        path: The file, NAME.safetensors.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: Its name is none that requests can have, or its folder does not exist.
+    """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or os.PathLike, got {path!r}")
     target = Path(path)
