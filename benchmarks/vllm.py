@@ -1,6 +1,6 @@
 """Measure questions on one long document in vLLM: plain with prefix caching, and exported.
 
-    python -m benchmarks.vllm [--device cuda] [--context 8192] [--questions 32] [--out FILE]
+    python -m benchmarks.vllm [--device cuda] [--context 8192] [--rounds 3] [--out FILE]
 
 All questions come at once, each with an answer of the same length. Plain vLLM reads the document in
 front of every question; what its prefix cache holds is read once (cold) or not at all (warm).
@@ -56,6 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=SIZES)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--questions", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--answer", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("results/vllm.json"))
     return parser.parse_args()
@@ -144,41 +145,46 @@ def run(llm: Any, requests: list[tuple[Any, Any]]) -> dict[str, Any]:
 
 
 def measure(llm: Any, folder: Path, ids: list[int], asked: argparse.Namespace) -> list[Any]:
+    """Medians over the rounds, of plain prompts and of each document, cold and warm."""
+    paths = sorted((folder / "documents").iterdir())
+    documents: list[ServedDocument | None] = [None, *map(ServedDocument.load, paths)]
+    measured: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for _ in range(asked.rounds):
+        for document in documents:
+            assert llm.llm_engine.reset_prefix_cache()
+            for state in ("cold", "warm"):
+                found = run(llm, requests_of(document, ids, asked))
+                name = "plain" if document is None else document.name
+                print(name, state, json.dumps(found), flush=True)
+                measured.setdefault((name, state), []).append(found)
+    rows = []
+    for (name, state), rounds in measured.items():
+        medians = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        rows.append({"served": name, "state": state, **medians})
+    return rows
+
+
+def requests_of(
+    document: ServedDocument | None, ids: list[int], asked: argparse.Namespace
+) -> list[tuple[Any, Any]]:
     from vllm import SamplingParams
 
-    def sampling(name: str | None) -> Any:
-        named = {} if name is None else {"kv_transfer_params": {"kvpolicy_document": name}}
-        return SamplingParams(
-            temperature=0,
-            max_tokens=asked.answer,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=named,
-            output_kind=0,
-        )
-
-    documents = {"plain": None} | {
-        path.stem: ServedDocument.load(path) for path in (folder / "documents").iterdir()
-    }
-    rows = []
-    for name, document in sorted(documents.items(), key=lambda each: each[1] is not None):
-        held = asked.context if document is None else document.length
-        for state in ("cold", "warm"):
-            if state == "cold":
-                assert llm.llm_engine.reset_prefix_cache()
-            requests = []
-            for index in range(asked.questions):
-                question = [(index * 37 + at * 11) % 2048 for at in range(QUESTION)]
-                prompt: Any = {"prompt_token_ids": [*ids, *question]}
-                if document is not None:
-                    prompt = document.prompt(question)
-                requests.append((prompt, sampling(None if document is None else name)))
-            found = run(llm, requests)
-            alone = -(-(held + QUESTION + asked.answer) // BLOCK)
-            row = {"served": name, "state": state, "blocks_of_a_session_alone": alone, **found}
-            print(json.dumps(row), flush=True)
-            rows.append(row)
-    return rows
+    named = {}
+    if document is not None:
+        named = {"kv_transfer_params": {"kvpolicy_document": document.name}}
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=asked.answer,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=named,
+    )
+    found = []
+    for index in range(asked.questions):
+        question = [(index * 37 + at * 11) % 2048 for at in range(QUESTION)]
+        plain: Any = {"prompt_token_ids": [*ids, *question]}
+        found.append((plain if document is None else document.prompt(question), sampling))
+    return found
 
 
 def main() -> None:
@@ -193,7 +199,7 @@ def main() -> None:
     settings = {key: value for key, value in vars(asked).items() if key != "out"}
     sizes = SIZES[asked.device]
     whole = {
-        "environment": environment(),
+        "environment": environment(torch.device(asked.device)),
         "settings": {**settings, "question": QUESTION, "block": BLOCK, "model": sizes},
         "documents": documents,
         "rows": rows,

@@ -135,6 +135,7 @@ def files(place: Path) -> Path:
     """What the lines name, beside a model and the data of tasks."""
     essay = (place / "data/essays/one.txt").read_text()[:800]
     (place / "report.txt").write_text(essay)
+    (place / "documents").mkdir()
     row = json.dumps({"prompt": essay[:300], "answer": "the"})
     (place / "questions.jsonl").write_text(f"{row}\n{row}\n")
     chat = [{"role": "system", "content": essay[:50]}, {"role": "user", "content": essay}]

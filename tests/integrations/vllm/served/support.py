@@ -44,8 +44,9 @@ ENVIRONMENT = {
 VOCAB_SIZE = 512
 READ_LEN = 300
 NEW_TOKENS = 16
-# Logits of bfloat16 models, of which the largest are near 15, differ by as much.
-ROUNDING = 0.6
+# By as much logits of a bfloat16 model may differ in vLLM and Transformers. A wrong document
+# changes them by 10.
+ROUNDING = 0.3
 QUESTIONS = [[5], [7, 8, 9, 10, 11], list(range(40, 80))]
 POLICIES: dict[str, CachePolicy] = {
     "snapkv": SnapKV(0.25, window_size=8),
@@ -71,7 +72,12 @@ YARN = {
 
 
 def random_model(family: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    """A model of 4 layers with random weights and peaked attention."""
+    """A model of 4 layers with random weights and peaked attention.
+
+    In bfloat16 attention is less peaked. Else vLLM and Transformers differ by up to 2 in the logits
+    of a plain text.
+    """
+    peak = 2.0 if dtype == torch.float32 else 1.0
     config_class, model_class = FAMILIES[family]
     windows = {} if family == "llama" else {"sliding_window": None}
     config = config_class(
@@ -95,7 +101,7 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **settings: An
     model = model_class(config).eval()
     for name, weight in model.named_parameters():
         if weight.ndim == 2:
-            size = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+            size = peak if "q_proj" in name or "k_proj" in name else 1.0
             size = 4.0 if "lm_head" in name else size  # so that rounding changes no choice
             drawn = torch.randn(weight.shape, generator=generator)
             weight.data = drawn * size / weight.shape[1] ** 0.5

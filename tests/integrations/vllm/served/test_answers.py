@@ -63,16 +63,11 @@ def test_a_text_beside_documents_is_as_it_was(served: tuple[Any, Written]) -> No
     check_answers(written, [(name, [5])], [answer])
 
 
-def test_other_answers_are_told_apart_in_bfloat16(served: tuple[Any, Written]) -> None:
-    """The tolerance for rounding is far below what a wrong document changes."""
+def test_other_answers_are_told_apart(served: tuple[Any, Written]) -> None:
+    """What is allowed for rounding in bfloat16 is far below what a wrong answer changes."""
     _, written = served
-    question = QUESTIONS[1]
     for name in written.documents:
-        others = [name_ for name_ in written.documents if name_ != name]
-        own = written.wanted(name, question)
-        assert written.shortfall(name, question, own) < ROUNDING
-        assert written.shortfall(name, question, own[::-1]) > 5 * ROUNDING
-        for other in others:
-            if written.wanted(other, question) != own:
-                wrong = written.wanted(other, question)
-                assert written.shortfall(name, question, wrong) > 2 * ROUNDING
+        own = written.wanted(name, QUESTIONS[1])
+        assert written.shortfall(name, QUESTIONS[1], own) < ROUNDING
+        assert written.shortfall(name, QUESTIONS[1], own[::-1]) > 10 * ROUNDING
+        assert written.shortfall(name, QUESTIONS[1], written.wanted(name, QUESTIONS[2])) > 1

@@ -37,14 +37,12 @@ CHAT = (
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """A token for every word ``w0``, ``w1``, ..., and for the chat template's."""
-    vocabulary = {"[user]": 0, "[assistant]": 1}
-    vocabulary |= {f"w{index}": index for index in range(2, VOCAB_SIZE)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w2"))
+    vocabulary = {f"w{index}": index for index in range(VOCAB_SIZE) if index not in (2, 3)}
+    vocabulary |= {"[user]": 2, "[assistant]": 3}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[user]", chat_template=CHAT
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", chat_template=CHAT)
 
 
 def words(ids: list[int]) -> str:
