@@ -112,9 +112,10 @@ class DocumentDesk:
             raise RequestError(
                 'the body must have "question", a text or token ids, and no "prompt"'
             )
-        ids = question
         if isinstance(question, str):
             ids = prompt_ids(self.tokenizer, question, special=False)
+        else:
+            ids = question
         rest = {key: value for key, value in body.items() if key != "question"}
         return self._completed(document, rest, lambda: document.request(ids))
 

@@ -110,9 +110,10 @@ def export(
         skipped = 0 if tokens.skipped is None else int(tokens.skipped[row])
         by = length - (read_len - skipped)
         entries = []
-        for (keys, values), how in zip(held, turns, strict=True):
-            turned = torch.stack([_turned(each, by, how) for each in keys])
-            entries.append((turned.cpu().contiguous(), torch.stack(values).cpu().contiguous()))
+        for (of_heads, values_of_heads), how in zip(held, turns, strict=True):
+            turned = torch.stack([_turned(each, by, how) for each in of_heads])
+            own_values = torch.stack(values_of_heads)
+            entries.append((turned.cpu().contiguous(), own_values.cpu().contiguous()))
     keys, values = entries[0]
     facts = DocumentFacts(
         length=length,

@@ -63,7 +63,7 @@ def checkpoint_of(name: str) -> Path | None:
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.utils import HFValidationError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         found = try_to_load_from_cache(name, "config.json")
