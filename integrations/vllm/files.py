@@ -151,8 +151,11 @@ class TensorFile:
         shape = (last - first, *entry.shape[1:]) if entry.shape else ()
         found = torch.empty(shape, dtype=entry.dtype, pin_memory=pinned)
         row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
-        if found.numel():
-            self._fill(memoryview(bytes_of(found)), entry.start + first * row)
+        try:
+            if found.numel():
+                self._fill(memoryview(bytes_of(found)), entry.start + first * row)
+        except OSError as error:
+            raise DocumentError(f"{self.path.name} cannot be read: {error.strerror}") from None
         return found
 
     def _fill(self, buffer: memoryview, start: int) -> None:

@@ -84,7 +84,10 @@ class DocumentFolder:
         """
         if len(ids) < TELLING:
             return None
-        stamp = _stamp(self.path)
+        try:
+            stamp = _stamp(self.path)
+        except OSError:  # without the folder there are no documents
+            return None
         if stamp != self._listed:
             documents = [each for each in self.readable() if each.length >= TELLING]
             self._beginnings = {each.placeholders[:TELLING]: each.name for each in documents}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint, sampled
 
@@ -54,7 +55,10 @@ def _other_weights(model: ModelFingerprint, checkpoint: Path) -> str | None:
     known = {name: model.parameters[name] for name in (*names[:1], *names[-1:])}
     found = {}
     for name in known:
-        tensor = _weight(checkpoint, name)
+        try:
+            tensor = _weight(checkpoint, name)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            return f"{name} cannot be read from {checkpoint}: {error}"
         if tensor is not None:
             found[name] = sampled(tensor)
     own = {name: known[name] for name in found}
@@ -63,8 +67,6 @@ def _other_weights(model: ModelFingerprint, checkpoint: Path) -> str | None:
 
 def _weight(checkpoint: Path, name: str) -> torch.Tensor | None:
     """Read a parameter of a decoder from a checkpoint; None if there is none by this name."""
-    from safetensors import safe_open
-
     for path in _weight_files(checkpoint, name):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118

@@ -191,6 +191,13 @@ def test_which_models_fit(document: ServedDocument, model: Any, tmp_path: Path) 
         document.check(config)
 
 
+def test_weights_that_cannot_be_read(document: ServedDocument, model: Any, tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(DocumentError, match="k_proj.weight cannot be read from"):
+        document.check(model.config, checkpoint=tmp_path / "weights")
+
+
 def test_weights_in_shards_and_in_lower_precision(document: ServedDocument, model: Any) -> None:
     shards = document.path.parent / "shards"
     model.save_pretrained(shards, max_shard_size="20KB")

@@ -264,6 +264,19 @@ def test_documents_of_another_model_or_precision(made: Any, folder: Path) -> Non
     assert engine.failed == {"one"}
 
 
+def test_a_folder_that_is_gone(made: Any, folder: Path) -> None:
+    """Requests for its documents end; all others are served on."""
+    engine, _ = engine_of(made[0], folder)
+    document = ServedDocument.load(folder / "a.safetensors")
+    shutil.rmtree(folder)
+    plain = {"cache_salt": None, "kv_transfer_params": None, "prompt_token_ids": [1] * 20}
+    engine.add(request_for(document, [5], request_id="plain", **plain))
+    engine.add(request_for(document, [5]))
+    engine.run()
+    assert engine.running == {"plain"}
+    assert engine.failed == {"one"}
+
+
 def test_residents_are_bounded(made: Any) -> None:
     documents = {name: ServedDocument.load(made[1] / f"{name}.safetensors") for name in "abc"}
     bound = documents["a"].nbytes + documents["c"].nbytes
