@@ -1,5 +1,7 @@
 """What vLLM does with a document, in stock Transformers: its entries, then the question."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,3 +47,12 @@ def appended_logits(model: Any, cache: PolicyCache, question: Tensor) -> Tensor:
     """Logits of a question that is appended to a cache of one row."""
     with cache.attached(model):
         return model(question[None], past_key_values=cache).logits[0]
+
+
+def damage(path: Path, name: str = "layers.3.values") -> None:
+    """Change one byte in the middle of a tensor in a document's file."""
+    whole = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(whole[:8], "little")
+    start, end = json.loads(whole[8:header])[name]["data_offsets"]
+    whole[header + (start + end) // 2] ^= 1
+    path.write_bytes(whole)

@@ -17,7 +17,7 @@ from kvpolicy.integrations.vllm.loading import DocumentLoader, own_heads
 from kvpolicy.integrations.vllm.scheduling import DocumentScheduler
 from kvpolicy.integrations.vllm.served_model import ServedModel
 from kvpolicy.policies import SnapKV
-from tests.integrations.vllm.plain import read_prompt
+from tests.integrations.vllm.plain import damage, read_prompt
 from tests.integrations.vllm.stub import Engine, Pages, request_for
 from tests.reference import tiny_model
 
@@ -156,6 +156,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"kv_transfer_params": None, "cache_salt": None},
         "has the placeholders of document 'a' but does not name it",
     ),
+    "salt alone": (
+        {"kv_transfer_params": None, "prompt_token_ids": list(range(40))},
+        "has the salt of a document but does not name it",
+    ),
     "one token": ({"prompt_token_ids": [5]}, "must begin with the 15 placeholders"),
     "text": ({"prompt_token_ids": list(range(40))}, "must begin with the 15 placeholders"),
 }
@@ -202,13 +206,11 @@ def _cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def _damage(path: Path) -> None:
-    whole = bytearray(path.read_bytes())
-    whole[-5] ^= 1  # a value of the last layer
-    path.write_bytes(whole)
+def _replace(path: Path) -> None:
+    shutil.copy(path.with_name("b.safetensors"), path)
 
 
-@pytest.mark.parametrize("change", [_delete, _cut, _damage])
+@pytest.mark.parametrize("change", [_delete, _cut, damage, _replace])
 @pytest.mark.parametrize("when", ["before", "between", "after it was scheduled"])
 def test_files_that_change(
     change: Callable[[Path], None], when: str, made: Any, folder: Path

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.integrations.vllm.plain import damage
 from tests.integrations.vllm.served.support import (
     NEEDS_VLLM,
     Written,
@@ -133,9 +134,7 @@ def test_files_that_change_while_they_are_served(
         elif change == "replaced":
             shutil.copy(written.documents["whole_blocks"].path, document.path)
         else:
-            whole = bytearray(kept.read_bytes())
-            whole[-9] ^= 1
-            document.path.write_bytes(whole)
+            damage(document.path)
             # Blocks and memory of before are still right, so forget them.
             assert llm.llm_engine.reset_prefix_cache()
             from vllm.distributed.kv_transfer import get_kv_transfer_group
