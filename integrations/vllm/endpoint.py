@@ -26,10 +26,10 @@ from typing import Any, ClassVar
 import attrs
 
 from kvpolicy.integrations.transformers.document import prompt_ids
-from kvpolicy.integrations.vllm.document import ServedDocument
+from kvpolicy.integrations.vllm.document import SALT, ServedDocument
 from kvpolicy.integrations.vllm.files import DocumentError
 from kvpolicy.integrations.vllm.folder import DocumentFolder
-from kvpolicy.integrations.vllm.refusing import check_prompt, named_document
+from kvpolicy.integrations.vllm.refusing import check_prompt, named_document, unnamed
 from kvpolicy.integrations.vllm.served_model import ServedModel
 
 Scope = MutableMapping[str, Any]
@@ -194,26 +194,29 @@ class DocumentDesk:
             raise RequestError(str(error)) from None
 
     def check(self, body: Mapping[str, Any]) -> None:
-        """Check a request to one of vLLM's own routes, if it names a document.
+        """Check a request to one of vLLM's own routes, if it has to do with documents.
 
         Raises:
             RequestError: It cannot be served.
         """
-        parameters = body.get("kv_transfer_params")
-        name = named_document(parameters)
-        if name is None:
-            return
-        document = self._document(name)
-        ids = body.get("prompt")
+        parameters, salt = body.get("kv_transfer_params"), body.get("cache_salt")
+        name, ids = named_document(parameters), body.get("prompt")
         if "messages" in body and isinstance(parameters, Mapping):
             ids = parameters.get("prompt_token_ids")
-        if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
+        are_ids = isinstance(ids, list) and all(isinstance(each, int) for each in ids)
+        if name is None:
+            begun = self.folder.begun_by(ids) if isinstance(ids, list) and are_ids else None
+            if begun or (isinstance(salt, str) and salt.startswith(SALT)):
+                raise RequestError(unnamed(begun))
+            return
+        document = self._document(name)
+        if not isinstance(ids, list) or not are_ids:
             raise RequestError(
                 f"the prompt of a request for document {name!r} must be one list of token ids; use "
                 f"/v1/documents/{name} for texts"
             )
         try:
-            check_prompt(document, ids, body.get("cache_salt"))
+            check_prompt(document, ids, salt)
         except DocumentError as error:
             raise RequestError(str(error)) from None
         self._check_fields(name, {**self.defaults, **body})

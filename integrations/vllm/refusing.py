@@ -37,6 +37,19 @@ def concerns_documents(request: Any, folder: DocumentFolder) -> bool:
     return folder.begun_by(request.prompt_token_ids or ()) is not None
 
 
+def unnamed(begun: str | None) -> str:
+    """Return why a request is refused that has something of a document but does not name it.
+
+    Args:
+        begun: The document whose placeholders it begins with; None if it has only a salt.
+    """
+    what = f"the placeholders of document {begun!r}" if begun else "the salt of a document"
+    return (
+        f"the request has {what} but does not name it; give "
+        f'"kv_transfer_params": {{"{PARAMETER}": NAME}}'
+    )
+
+
 def document_of(request: Any, folder: DocumentFolder, model: ServedModel) -> ServedDocument:
     """Return the document from which a request that concerns documents is served.
 
@@ -51,12 +64,7 @@ def document_of(request: Any, folder: DocumentFolder, model: ServedModel) -> Ser
     ids = request.prompt_token_ids
     name = named_document(request.kv_transfer_params)
     if name is None:
-        begun = folder.begun_by(ids or ())
-        what = f"the placeholders of document {begun!r}" if begun else "the salt of a document"
-        raise DocumentError(
-            f"the request has {what} but does not name it; give "
-            f'"kv_transfer_params": {{"{PARAMETER}": NAME}}'
-        )
+        raise DocumentError(unnamed(folder.begun_by(ids or ())))
     document = folder.get(name)
     model.check(document)
     if request.prompt_embeds is not None or ids is None:

@@ -161,6 +161,15 @@ def test_requests_to_the_own_routes(server: Server, documents: Path) -> None:
         ({"prompt": [1, 2, 3]}, "must begin with the 39 placeholders"),
         ({"cache_salt": None}, "got none"),
         ({"prompt_logprobs": 0}, "prompt_logprobs must not"),
+        ({"kv_transfer_params": None}, "has the placeholders of document 'report' but does not"),
+        (
+            {"kv_transfer_params": None, "cache_salt": None},
+            "has the placeholders of document 'report' but does not",
+        ),
+        (
+            {"kv_transfer_params": None, "prompt": "a text"},
+            "has the salt of a document but does not",
+        ),
     ):
         status, found = server.ask("/v1/completions", {**good, **change})
         assert status == 400

@@ -180,6 +180,8 @@ def test_refusals_reach_the_user(server: Server) -> None:
         ({"echo": True}, 400, "echo must not be given"),
         ({"cache_salt": "kvpolicy:guessed"}, 400, "cache_salt must be that of document"),
         ({"prompt": good["prompt"][:-1]}, 400, "a question must follow"),
+        ({"kv_transfer_params": None}, 400, "but does not name it"),
+        ({"kv_transfer_params": None, "cache_salt": None}, 400, "but does not name it"),
         ({"kv_transfer_params": {"kvpolicy_document": "no"}}, 404, "there is no document 'no'"),
         ({"kv_transfer_params": {"kvpolicy_document": "../x"}}, 404, "name must be letters"),
     ):
@@ -192,13 +194,13 @@ def test_refusals_reach_the_user(server: Server) -> None:
 
 
 def test_what_only_the_engine_sees_is_an_error(server: Server) -> None:
-    """Without the document's name a request is not looked at before it reaches the engine."""
-    good = server.written.documents["snapkv"].request([5])
-    for left_out in (["kv_transfer_params"], ["kv_transfer_params", "cache_salt"]):
-        body = {key: value for key, value in good.items() if key not in left_out}
-        status, _ = server.ask("/v1/completions", {**body, "max_tokens": 4})
-        assert status >= 400
-        assert server.answer(good) == server.written.wanted("snapkv", [5])
+    """Other routes are not looked at: the engine ends the request."""
+    document = server.written.documents["snapkv"]
+    good = document.request([5])
+    named = {"cache_salt": document.cache_salt, "kv_transfer_params": good["kv_transfer_params"]}
+    status, _ = server.ask("/v1/responses", {"input": "w5", "max_output_tokens": 4, **named})
+    assert status == 500
+    assert server.answer(good) == server.written.wanted("snapkv", [5])
 
 
 def test_a_new_document_is_served_at_once(server: Server) -> None:
