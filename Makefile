@@ -107,7 +107,7 @@ $(VLLM)/installed: pyproject.toml tests/integrations/vllm/served/constraints.txt
 	$(VLLM)/bin/pip install --quiet --no-deps -e .
 	touch $@
 
-# Documents served by a real vLLM on the CPU: some ten minutes, and 2.5 GB of disk.
+# Documents served by a real vLLM on the CPU: eight minutes with the installation, 2.5 GB of disk.
 vllm-tests: $(VLLM)/installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/pytest tests/integrations/vllm/served $(ARGS)
 

@@ -69,6 +69,14 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
 
 
 def random_model(family: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.integrations.vllm.served.support import (
+    LLAMA3,
     NEEDS_VLLM,
     QUESTIONS,
     READ_LEN,
@@ -23,6 +24,7 @@ pytestmark = NEEDS_VLLM
 SERVED: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "llama_yarn": {"family": "llama", "rope_parameters": YARN, "names": ("snapkv", "fastkv")},
+    "llama_llama3": {"family": "llama", "rope_parameters": LLAMA3, "names": ("snapkv",)},
     "qwen3": {"family": "qwen3", "names": ("snapkv", "fastkv", "keydiff")},
     "mistral": {"family": "mistral", "names": ("snapkv", "fastkv", "keydiff")},
     "llama_bfloat16": {"family": "llama", "dtype": torch.bfloat16, "names": ("snapkv", "gapless")},
