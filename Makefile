@@ -108,8 +108,9 @@ $(VLLM)/installed: pyproject.toml tests/integrations/vllm/served/constraints.txt
 	touch $@
 
 # Documents served by a real vLLM on the CPU: eight minutes with the installation, 2.5 GB of disk.
+# vLLM leaves sockets open, of which pytest would warn at the end.
 vllm-tests: $(VLLM)/installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/pytest tests/integrations/vllm/served $(ARGS)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/pytest -p no:unraisableexception tests/integrations/vllm/served $(ARGS)
 
 bench-vllm: $(VLLM)/installed
 	$(VLLM)/bin/python -m benchmarks.vllm $(ARGS)
