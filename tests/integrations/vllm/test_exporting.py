@@ -33,6 +33,7 @@ from kvpolicy.policies import (
     StreamingLLM,
 )
 from kvpolicy.policy import CachePolicy
+from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.vllm.plain import appended_logits, read_prompt, served_logits
 from tests.reference import tiny_model
 
@@ -226,35 +227,57 @@ def test_unequal_numbers_are_refused(policy: CachePolicy, llama: Any, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_models_are_refused_by_what_does_not_fit(tmp_path: Path) -> None:
-    from transformers import (
-        DeepseekV3Config,
-        DeepseekV3ForCausalLM,
-        Gemma2Config,
-        Gemma2ForCausalLM,
-    )
+def refusal(model: Any, path: Path) -> str:
+    cache = PolicyCache(StreamingLLM(retention_tokens=20))
+    with pytest.raises(UnsupportedModelError) as said:
+        export(cache, model.eval(), path / "it.safetensors")
+    return str(said.value)
 
-    def refusal(model: Any) -> str:
-        cache = PolicyCache(StreamingLLM(retention_tokens=20))
-        with pytest.raises(UnsupportedModelError) as said:
-            export(cache, model.eval(), tmp_path / "it.safetensors")
-        return str(said.value)
 
-    assert "layer 0 is of the kind sliding window" in refusal(
-        Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, sliding_window=16))
-    )
-    latent = DeepseekV3Config(
-        **{**SIZES, "num_key_value_heads": 6},
-        kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
-        first_k_dense_replace=3,
-    )  # fmt: skip
-    assert "latent" in refusal(DeepseekV3ForCausalLM(latent))
-    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    assert "dynamic or LongRoPE" in refusal(
-        LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=dynamic))
-    )
-    axes = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-    assert "several axes" in refusal(LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=axes)))
+@pytest.mark.parametrize(
+    ("build", "kind"),
+    [
+        ("gemma2", "layer 0 is of the kind sliding window"),
+        ("llama4_text", "layer 0 is of the kind chunked attention"),
+        ("deepseek_v3", "layer 0 is of the kind latent attention"),
+        ("lfm2", "layer 0 is of the kind recurrent"),
+        ("falcon_h1", "layer 0 is of the kind attention and recurrent"),
+        ("gemma3n_text", "layer 0 is of the kind sliding window"),
+    ],
+)
+def test_models_are_refused_by_their_layers(build: str, kind: str, tmp_path: Path) -> None:
+    assert kind in refusal(builds()[build].model(), tmp_path)
+
+
+def test_shared_keys_are_refused(tmp_path: Path) -> None:
+    model = builds()["gemma3n_text"].model()
+    config = model.config
+    config.layer_types = ["full_attention"] * len(config.layer_types)
+    said = refusal(type(model)(config), tmp_path)
+    assert "layer 2 is of the kind shared keys" in said
+
+
+@pytest.mark.parametrize(
+    ("rope", "reason"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "dynamic or LongRoPE"),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "factor": 2.0,
+                "original_max_position_embeddings": 32,
+            },
+            "dynamic or LongRoPE",
+        ),
+        ({"rope_type": "default", "mrope_section": [2, 1, 1]}, "several axes"),
+    ],
+    ids=["dynamic", "longrope", "axes"],
+)
+def test_ropes_are_refused(rope: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES, rope_parameters={"rope_theta": 10000.0, **rope})
+    assert reason in refusal(LlamaForCausalLM(config), tmp_path)
 
 
 def test_absolute_positions_are_refused(tmp_path: Path) -> None:
