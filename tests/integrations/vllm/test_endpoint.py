@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,24 @@ def test_refusals(server: Server, path: str, body: Any, status: int, reason: str
     got, found = server.ask(path, body)
     assert got == status
     assert reason in found["error"]["message"]
+
+
+def test_the_example_of_the_page(
+    server: Server, documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The body that docs/vllm.md makes without the plugin is what the plugin makes of the text."""
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(documents.parent)
+    if not Path("documents").exists():
+        Path("documents").symlink_to(documents)
+    names: dict[str, Any] = {"tokenizer": char_tokenizer()}
+    exec(code, names)
+    question = "\nQ: Who wrote the report?\nA:"
+    _, found = server.ask(ASK, {"question": question, "max_tokens": 64, "model": "served-name"})
+    assert found["got"] == {"repetition_penalty": 1.0, **names["body"]}
+    assert names["prompt"]["prompt_token_ids"] == names["body"]["prompt"]
+    assert names["extra_args"]["kv_transfer_params"] == names["body"]["kv_transfer_params"]
 
 
 def test_requests_to_the_own_routes(server: Server, documents: Path) -> None:
