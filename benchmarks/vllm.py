@@ -1,6 +1,6 @@
 """Measure questions on one long document in vLLM: plain with prefix caching, and exported.
 
-    python -m benchmarks.vllm [--device cuda] [--context 8192] [--rounds 3] [--out FILE]
+    python -m benchmarks.vllm [--device cuda] [--context 8192] [--rounds 5] [--out FILE]
 
 All questions come at once, each with an answer of the same length. Plain vLLM reads the document in
 front of every question; what its prefix cache holds is read once (cold) or not at all (warm).
@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=SIZES)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--questions", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--answer", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("results/vllm.json"))
     return parser.parse_args()
