@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINE = re.compile(r"(?:\$ )?((?:kvpolicy|python3?|torchrun|lm_eval) .*)")
-NAMES = {command.__name__ for command in COMMANDS}
+NAMES = {command.__name__.replace("_", "-") for command in COMMANDS}
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using slow pure-python SequenceMatcher:UserWarning", "ignore::SyntaxWarning"
 )
@@ -135,6 +135,7 @@ def files(place: Path) -> Path:
     """What the lines name, beside a model and the data of tasks."""
     essay = (place / "data/essays/one.txt").read_text()[:800]
     (place / "report.txt").write_text(essay)
+    (place / "documents").mkdir()
     row = json.dumps({"prompt": essay[:300], "answer": "the"})
     (place / "questions.jsonl").write_text(f"{row}\n{row}\n")
     chat = [{"role": "system", "content": essay[:50]}, {"role": "user", "content": essay}]

@@ -18,10 +18,12 @@ from kvpolicy.evaluation.commands.compare import compare
 from kvpolicy.evaluation.commands.compress import compress
 from kvpolicy.evaluation.commands.estimate import estimate
 from kvpolicy.evaluation.commands.eval import eval
+from kvpolicy.evaluation.commands.export import export
 from kvpolicy.evaluation.commands.generate import generate
 from kvpolicy.evaluation.commands.options import in_new_words, with_options
 from kvpolicy.evaluation.commands.policies import policies
 from kvpolicy.evaluation.commands.report import report
+from kvpolicy.evaluation.commands.serve_check import serve_check
 from kvpolicy.nearest import said
 from kvpolicy.renamed import words_told
 
@@ -34,9 +36,11 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     compress,
     estimate,
     eval,
+    export,
     generate,
     policies,
     report,
+    serve_check,
 )
 
 app = typer.Typer(

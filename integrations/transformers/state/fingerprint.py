@@ -94,7 +94,7 @@ class ModelFingerprint:
                 continue
             with _in_memory(module):
                 for name, parameter in module.named_parameters(recurse=False):
-                    found[f"{prefix}.{name}".lstrip(".")] = _sampled(parameter)
+                    found[f"{prefix}.{name}".lstrip(".")] = sampled(parameter)
         config: Any = decoder.config
         return ModelFingerprint(_identity(config.to_dict()), found)
 
@@ -186,7 +186,8 @@ def _in_memory(module: nn.Module) -> AbstractContextManager[Any]:
     return aligned
 
 
-def _sampled(parameter: Tensor) -> Parameter:
+def sampled(parameter: Tensor) -> Parameter:
+    """Return the record of one parameter of a model."""
     if hasattr(parameter, "to_local"):
         parameter = parameter.to_local()
     shape = tuple(parameter.shape)

@@ -1,0 +1,35 @@
+"""Run `kvpolicy export`: read a document under a policy, and write it for vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import attrs
+
+from kvpolicy.evaluation.commands.working import work
+from kvpolicy.evaluation.options import CHAT, PROMPT, TSP_LAYER, ModelOptions, Option, PolicyOptions
+
+
+@attrs.frozen(kw_only=True)
+class ExportOptions(ModelOptions):
+    """The command-line options of `kvpolicy export`."""
+
+    prompt_file: Annotated[Path, Option(PROMPT, metavar="FILE")]
+    to: Annotated[
+        Path, Option("Where to: DIR/NAME.safetensors; requests say NAME.", metavar="FILE")
+    ]
+    policies: PolicyOptions
+    tsp_rate: Annotated[
+        float | None, Option("Fraction of the context that goes on, in (0, 1].", metavar="RATE")
+    ] = None
+    tsp_layer: Annotated[int | None, TSP_LAYER] = None
+    chat: Annotated[bool | None, CHAT] = None
+
+
+def export(options: ExportOptions) -> None:
+    """Read a document under a policy, and write what is kept of it for a vLLM server.
+
+    Without --policy FastKV, at its own retention rate.
+    """
+    work("export", options)

@@ -1,0 +1,268 @@
+"""Export what a `PolicyCache` holds of one row, so that vLLM can serve it.
+
+vLLM counts a request's position, its slot and its length with one number. So after a document of
+``m`` entries the next token is at the rotary position ``m``, while in the cache it is at ``r``, the
+number of tokens read (less those that a restart left out). Rotary attention depends only on
+differences of positions: every key is rotated by the same ``m - r``, and attention is what it was,
+gaps included.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.checks import check_count, check_kind
+from kvpolicy.description import describe
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.cache import PolicyCache
+from kvpolicy.integrations.transformers.document import read
+from kvpolicy.integrations.transformers.model.kinds import FullAttention
+from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.model.rotary import (
+    RotaryChannels,
+    changes_with_length,
+    has_axes,
+)
+from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.storage import QuantizedStorage
+from kvpolicy.integrations.vllm.document import (
+    NAME,
+    SUFFIX,
+    DocumentFacts,
+    ServedDocument,
+    write_document,
+)
+from kvpolicy.policies import StreamingLLM
+
+DTYPES = ("float32", "float16", "bfloat16")
+PROBED = 16  # tokens of the prompt that shows how layers rotate their keys
+
+
+@torch.no_grad()
+def export(
+    cache: PolicyCache,
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    row: int | None = None,
+    chat: bool = False,
+) -> ServedDocument:
+    """Write what a cache holds to a file from which vLLM serves it.
+
+    The cache may have been filled in one turn or several, with or without gaps between the
+    positions of kept tokens. It is not changed.
+
+    Args:
+        cache: A cache that has read a document. All heads of all layers must hold equal numbers of
+            tokens.
+        model: The model that filled it.
+        path: The file, NAME.safetensors. An existing file is replaced at once when the new one is
+            complete.
+        row: Which row of the batch; None if there is only one, without padding.
+        chat: Whether the cache has read the beginning of a user's message, as with
+            ``ReadDocument(..., chat=True)``.
+
+    Returns:
+        The document.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        OSError: The file cannot be written.
+        UnsupportedModelError: vLLM cannot serve such a cache of this model: a layer has a window, a
+            latent, a state or no keys of its own, rotary positions have several axes or change with
+            the length, or the model is spread over processes.
+        ValueError: The cache has read nothing or only a part of a prompt, holds quantised keys, or
+            holds unequal numbers of tokens; or ``row`` or ``path`` is wrong.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from kvpolicy.evaluation.needle import load_model
+        >>> from kvpolicy.policies import SnapKV
+        >>> model, cache = load_model(), PolicyCache(SnapKV(retention_rate=0.25))
+        >>> with torch.no_grad(), cache.attached(model):
+        ...     _ = model(torch.arange(3, 67)[None], past_key_values=cache)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     document = export(cache, model, f"{folder}/report.safetensors")
+        >>> document.name, document.length, document.read_len
+        ('report', 16, 64)
+    """
+    check_kind("cache", cache, PolicyCache)
+    check_kind("chat", chat, bool)
+    target = check_target(path)
+    parts = ModelParts(model)
+    _check_model(parts)
+    _check_read(cache)
+    with cache.attached(model):
+        row = _row(cache, row)
+        turns = _turns(model, parts)
+        held = [_entries(layer, row) for layer in cache.layers]
+        length = _length(cache, held)
+        tokens = cache.reader.tokens
+        assert tokens is not None
+        read_len = int(tokens.lengths[row])
+        skipped = 0 if tokens.skipped is None else int(tokens.skipped[row])
+        by = length - (read_len - skipped)
+        entries = []
+        for (of_heads, values_of_heads), how in zip(held, turns, strict=True):
+            turned = torch.stack([_turned(each, by, how) for each in of_heads])
+            own_values = torch.stack(values_of_heads)
+            entries.append((turned.cpu().contiguous(), own_values.cpu().contiguous()))
+    keys, values = entries[0]
+    facts = DocumentFacts(
+        length=length,
+        read_len=read_len,
+        layers=len(entries),
+        kv_heads=keys.shape[0],
+        head_dim=keys.shape[2],
+        value_dim=values.shape[2],
+        dtype=_dtype(keys),
+        vocab_size=parts.config.vocab_size,
+        policy=describe(cache.policy),
+        policy_text=str(cache.policy),
+        chat=chat,
+        nonce=secrets.token_hex(16),
+    )
+    return write_document(target, facts, ModelFingerprint.of(parts.decoder), entries)
+
+
+def check_target(path: str | os.PathLike[str]) -> Path:
+    """Check that a document can be written to a path, and return it.
+
+    Args:
+        path: The file, NAME.safetensors.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: Its name is none that requests can have, or its folder does not exist.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a str or os.PathLike, got {path!r}")
+    target = Path(path)
+    if target.suffix != SUFFIX or not NAME.fullmatch(target.stem):
+        raise ValueError(
+            f"path must be NAME{SUFFIX} with a name of letters, digits, '_', '-' and '.', by which "
+            f"requests name the document, got {os.fspath(path)!r}"
+        )
+    if not target.parent.is_dir():
+        raise ValueError(f"path must be in a folder that exists, got {os.fspath(path)!r}")
+    return target
+
+
+def _check_model(parts: ModelParts) -> None:
+    """Check that vLLM can hold what the model's layers hold, one entry per token and head."""
+    for index, kind in enumerate(parts.kinds):
+        if not isinstance(kind, FullAttention):
+            raise _unsupported(parts, f"its layer {index} is of the kind {kind.name}")
+        if parts.temperatures[index] is not None:
+            raise _unsupported(parts, f"its layer {index} scales queries by their positions")
+    if has_axes(parts.config):
+        raise _unsupported(parts, "its rotary positions have several axes")
+    if changes_with_length(parts.config):
+        raise _unsupported(
+            parts, "its rotary frequencies change with the length (dynamic or LongRoPE)"
+        )
+
+
+def _unsupported(parts: ModelParts, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "model must have full attention with a fixed rotary embedding in every layer for its "
+        f"documents to be served from vLLM, but not so {type(parts.model).__name__}: {reason}; "
+        "shorten its prompts with kvpolicy compress instead"
+    )
+
+
+def _check_read(cache: PolicyCache) -> None:
+    if cache.reader.tokens is None or cache.reader.chunks is not None:
+        raise ValueError("cache must have read a whole prompt to be exported, got one that has not")
+    if isinstance(cache.storage, QuantizedStorage):
+        raise ValueError(
+            "storage of the cache must hold keys exactly to be exported, got "
+            f"{cache.storage}; read the document into a PolicyCache without it"
+        )
+
+
+def _row(cache: PolicyCache, row: int | None) -> int:
+    tokens = cache.reader.tokens
+    assert tokens is not None
+    if row is None and (tokens.batch > 1 or tokens.padded):
+        raise ValueError(
+            f"row must be given for a cache of {tokens.batch} rows"
+            f"{' with padding' if tokens.padded else ''}, from 0 to {tokens.batch - 1}, got None"
+        )
+    return check_count("row", 0 if row is None else row, maximum=tokens.batch - 1)
+
+
+def _turns(model: Any, parts: ModelParts) -> list[RotaryChannels]:
+    """Find how each layer rotates its keys, by reading a few tokens with it."""
+    probe = PolicyCache(StreamingLLM(retention_tokens=PROBED // 2, gapless=True))
+    device = parts.device_of(0)
+    ids = torch.arange(PROBED, device=device)[None] % parts.config.vocab_size
+    try:
+        read(model, probe, ids, torch.ones_like(ids))
+    except UnsupportedModelError as error:
+        raise _unsupported(parts, str(error)) from error
+    found = [layer.facts.turns for layer in probe.layers]
+    assert all(each is not None for each in found)
+    return [each for each in found if each is not None]
+
+
+def _entries(layer: PolicyLayer, row: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the keys and the values of each head of a row, without padding."""
+    if layer.facts.spread.shares > 1:
+        raise UnsupportedModelError(
+            "model must not be spread over processes to export its caches, got one on "
+            f"{layer.facts.spread.shares}; read the document with the model in one process"
+        )
+    keys, values, positions = layer.keys, layer.values, layer.positions
+    assert keys is not None
+    assert values is not None
+    assert positions is not None
+    heads = keys.shape[1]
+    valid = (positions[row] >= 0).expand(heads, -1)
+    return (
+        [keys[row, head, valid[head].to(keys.device)] for head in range(heads)],
+        [values[row, head, valid[head].to(values.device)] for head in range(heads)],
+    )
+
+
+def _length(cache: PolicyCache, held: list[tuple[list[Tensor], list[Tensor]]]) -> int:
+    """Return the number of entries of all heads of all layers, if it is one number."""
+    counts = {len(head) for keys, _ in held for head in keys}
+    if len(counts) > 1:
+        raise ValueError(
+            "cache must hold as many tokens in every head of every layer, since vLLM has one "
+            f"length for a request, got {min(counts)} to {max(counts)} under {cache.policy}; "
+            "policies that fit: SnapKV, FastKV with retention_rate <= tsp_rate, KeyDiff, KeyNorm, "
+            "StreamingLLM, TOVA, H2O"
+        )
+    (length,) = counts
+    return length
+
+
+def _dtype(keys: Tensor) -> str:
+    name = str(keys.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype of the cache must be one of {', '.join(DTYPES)}, got {name}")
+    return name
+
+
+def _turned(keys: Tensor, by: int, turns: RotaryChannels) -> Tensor:
+    """Rotate all keys ``[length, head_dim]`` of a head by as many positions."""
+    if not by or not turns.channels.shape[1]:
+        return keys
+    # In float64: an angle of 100,000 positions has an error of 0.01 in float32.
+    channels = turns.channels.to(keys.device)
+    angles = by * turns.frequencies.to(keys.device, torch.float64)
+    cos, sin = angles.cos(), angles.sin()
+    first, second = (keys[:, each].double() for each in channels)
+    found = keys.clone()
+    found[:, channels[0]] = (first * cos - second * sin).to(keys.dtype)
+    found[:, channels[1]] = (second * cos + first * sin).to(keys.dtype)
+    return found

@@ -1,0 +1,202 @@
+"""Write a safetensors file whole or not at all, and read parts of one without mapping it.
+
+A mapped file that someone cuts short kills the process that reads it. A plain read only comes back
+short, which is an error that names the file. So a server reads documents with plain reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import attrs
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvpolicy.errors import KVPolicyError
+
+# The names of safetensors' dtypes that documents use.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U8": torch.uint8,
+}
+LARGEST_HEADER = 100_000_000  # as in safetensors
+
+
+class DocumentError(KVPolicyError):
+    """Raised if a served document cannot be found, read or used; the message says why."""
+
+
+def write_whole(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file; after a crash at any moment it is the old file or the new one.
+
+    Args:
+        path: The file; it is replaced if it exists.
+        tensors: Contiguous tensors in CPU memory.
+        metadata: The strings of the file's header.
+
+    Raises:
+        OSError: The file cannot be written, or ``path`` exists and is not a regular file.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise OSError(f"path must be a regular file or a new one, got {path}")
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".exporting-")
+    os.close(handle)
+    try:
+        save_file(dict(tensors), name, dict(metadata))
+        os.chmod(name, _mode(target))
+        _sync(name)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+    _sync(target.parent)
+
+
+def _mode(target: Path) -> int:
+    """Return the file mode of the file that is replaced, or what the umask gives to new files."""
+    if target.exists():
+        return stat.S_IMODE(target.stat().st_mode)
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
+
+
+def _sync(path: str | Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@attrs.frozen
+class _Entry:
+    """Where a tensor is in a file: dtype, shape, and first byte."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+class TensorFile:
+    """An open safetensors file, from which tensors or some of their rows are read.
+
+    It goes on reading the same file if another one takes its name. Use it in a `with` block.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        metadata: The strings of the header.
+
+    Raises:
+        DocumentError: The file cannot be read, or is not a whole safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._handle = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise DocumentError(f"{path.name} cannot be read: {error.strerror}") from None
+        try:
+            self.metadata, self._entries = self._header()
+        except BaseException:
+            os.close(self._handle)
+            raise
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._handle)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._entry(name).shape
+
+    def read(self, name: str, rows: slice | None = None, *, pinned: bool = False) -> Tensor:
+        """Read a tensor.
+
+        Args:
+            name: Its name.
+            rows: Which indices of the first axis to read; None reads all.
+            pinned: Whether to read into pinned memory, from which a GPU copies by itself.
+
+        Raises:
+            DocumentError: The file has no such tensor, or ends before its end.
+        """
+        entry = self._entry(name)
+        first, last = 0, entry.shape[0] if entry.shape else 1
+        if rows is not None:
+            first, last, _ = rows.indices(last)
+        shape = (last - first, *entry.shape[1:]) if entry.shape else ()
+        found = torch.empty(shape, dtype=entry.dtype, pin_memory=pinned)
+        row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
+        try:
+            if found.numel():
+                self._fill(memoryview(bytes_of(found)), entry.start + first * row)
+        except OSError as error:
+            raise DocumentError(f"{self.path.name} cannot be read: {error.strerror}") from None
+        return found
+
+    def _fill(self, buffer: memoryview, start: int) -> None:
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self._handle, [buffer[done:]], start + done)
+            if not count:
+                raise DocumentError(f"{self.path.name} ends too early; export the document again")
+            done += count
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            raise DocumentError(f"{self.path.name} is no whole document: it lacks {name}")
+        return self._entries[name]
+
+    def _header(self) -> tuple[dict[str, str], dict[str, _Entry]]:
+        size = os.fstat(self._handle).st_size
+        try:
+            (length,) = (int.from_bytes(os.pread(self._handle, 8, 0), "little"),)
+            if not 2 <= length <= min(LARGEST_HEADER, size - 8):
+                raise ValueError(f"its header would have {length} bytes of {size}")
+            read: dict[str, Any] = json.loads(os.pread(self._handle, length, 8))
+            metadata = read.pop("__metadata__", {})
+            entries = {name: _entry(each, 8 + length, size) for name, each in read.items()}
+        except (KeyError, TypeError, ValueError, AttributeError, OSError, RecursionError) as error:
+            raise DocumentError(
+                f"{self.path.name} is not a whole safetensors file: {error}"
+            ) from None
+        return metadata, entries
+
+
+def _entry(read: Any, data: int, size: int) -> _Entry:
+    dtype, shape = DTYPES[read["dtype"]], tuple(map(int, read["shape"]))
+    start, end = map(int, read["data_offsets"])
+    if min((start, *shape)) < 0 or end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"a tensor of shape {list(shape)} has {end - start} bytes")
+    if data + end > size:
+        raise ValueError(f"{data + end} bytes are needed, the file has {size}")
+    return _Entry(dtype, shape, data + start)
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """Return the bytes of a contiguous CPU tensor as an array that shares its memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,72 @@
+"""Define what must be known of a served model to tell which documents fit it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvpolicy.integrations.vllm.document import ServedDocument
+from kvpolicy.integrations.vllm.files import DocumentError
+
+
+@attrs.define(eq=False)
+class ServedModel:
+    """A served model: its configuration, precision and weights; remembers what fitted.
+
+    Args:
+        hf_config: Its configuration, of Transformers.
+        dtype: Its precision, such as ``"bfloat16"``.
+        checkpoint: The folder of its weights; None if unknown.
+    """
+
+    hf_config: Any
+    dtype: str
+    checkpoint: Path | None = None
+    _verdicts: dict[str, str | None] = attrs.field(factory=dict, init=False)
+
+    @staticmethod
+    def named(name: str, hf_config: Any, dtype: str) -> ServedModel:
+        """Describe a model by its folder or by its name on the Hub, if it was downloaded.
+
+        Args:
+            name: The folder or name.
+            hf_config: See the class.
+            dtype: See the class.
+        """
+        return ServedModel(hf_config, dtype, checkpoint_of(name))
+
+    def check(self, document: ServedDocument) -> None:
+        """Check that a document fits the model.
+
+        Raises:
+            DocumentError: It does not.
+        """
+        if document.digest not in self._verdicts:
+            try:
+                document.check(self.hf_config, dtype=self.dtype, checkpoint=self.checkpoint)
+                self._verdicts[document.digest] = None
+            except DocumentError as error:
+                self._verdicts[document.digest] = str(error)
+        reason = self._verdicts[document.digest]
+        if reason is not None:
+            raise DocumentError(reason)
+
+
+def checkpoint_of(name: str) -> Path | None:
+    """Return the folder of a model's weights on this machine; None if there is none.
+
+    Args:
+        name: A folder, or a name on the Hub, which is not asked.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None

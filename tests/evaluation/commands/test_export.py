@@ -1,0 +1,71 @@
+"""`kvpolicy export` and `kvpolicy serve-check`: documents for vLLM, and which of them fit."""
+
+from pathlib import Path
+
+import pytest
+
+from kvpolicy.evaluation.cli import main
+from kvpolicy.evaluation.needle import load_model, load_tokenizer
+from kvpolicy.integrations.vllm import ServedDocument
+from tests.reference import tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    load_model().save_pretrained(folder / "model")
+    load_tokenizer().save_pretrained(folder / "model")
+    names = sorted(load_tokenizer().get_vocab())
+    (folder / "report.txt").write_text(" ".join(names[at % len(names)] for at in range(5, 105)))
+    return folder
+
+
+def export(folder: Path, *given: str) -> int:
+    paths = ("--model", str(folder / "model"), "--prompt-file", str(folder / "report.txt"))
+    return main(["export", *paths, *given])
+
+
+def test_export_then_check(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to = folder / "documents" / "report.safetensors"
+    assert export(folder, "--policy", "snapkv", "--rate", "0.4", "--to", str(to)) == 0
+    shown = capsys.readouterr().out
+    document = ServedDocument.load(to)
+    assert f"report: {document.length} of {document.read_len} tokens held under SnapKV" in shown
+    assert document.length == int(0.4 * document.read_len)
+    model = load_model()
+    document.check(model.config, dtype="float32", checkpoint=folder / "model")
+    checked = ["serve-check", str(to.parent), "--model", str(folder / "model")]
+    assert main([*checked, "--memory", "1MiB", "--answer", "20", "--block", "8"]) == 0
+    shown = capsys.readouterr().out
+    row = next(line.split() for line in shown.splitlines() if line.split()[:1] == ["report"])
+    blocks = -(-(document.length + 20) // 8) * 8 * document.token_bytes
+    full = -(-(document.read_len + 20) // 8) * 8 * document.token_bytes
+    assert row[1:3] == [str(document.read_len), str(document.length)]
+    assert row[4:] == [str(2**20 // blocks), str(2**20 // full)]
+    assert 2**20 // blocks > 2**20 // full > 0
+
+
+def test_what_does_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to = folder / "others" / "one.safetensors"
+    assert export(folder, "--policy", "streaming_llm", "--to", str(to)) == 0
+    (to.parent / "two.safetensors").write_bytes(to.read_bytes()[:500])
+    tiny_model("llama", seed=1).save_pretrained(folder / "tiny")
+    capsys.readouterr()
+    assert main(["serve-check", str(to.parent), "--model", str(folder / "tiny")]) == 1
+    shown = capsys.readouterr().out
+    assert "not served: document 'one' does not fit the served model" in shown
+    assert "not served: two.safetensors is not a whole safetensors file" in shown
+
+
+def test_refusals(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(folder, "--to", str(tmp_path / "a.bin")) == 1
+    assert "path must be NAME.safetensors" in capsys.readouterr().err
+    to = tmp_path / "a.safetensors"
+    assert export(folder, "--policy", "ada_kv", "--to", str(to)) == 1
+    assert "as many tokens in every head" in capsys.readouterr().err
+    assert not to.exists()
+    missing = ["serve-check", str(tmp_path / "none"), "--model", str(folder / "model")]
+    assert main(missing) == 1
+    assert "documents must be a folder that exists" in capsys.readouterr().err
+    assert main(["serve-check", str(tmp_path), "--model", str(folder / "model")]) == 0
+    assert "has no documents" in capsys.readouterr().out
