@@ -13,6 +13,7 @@ MODULES = [
     "kvpolicy.policies",
     "kvpolicy.integrations.transformers",
     "kvpolicy.integrations.lm_eval",
+    "kvpolicy.integrations.vllm",
     "kvpolicy.testing",
     "kvpolicy.attention",
     "kvpolicy.selection",

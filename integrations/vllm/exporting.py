@@ -104,7 +104,7 @@ def export(
         turns = _turns(model, parts)
         held = [_entries(layer, row) for layer in cache.layers]
         length = _length(cache, held)
-        tokens = cache.reader.tokens
+        tokens = cache._reader.tokens
         assert tokens is not None
         read_len = int(tokens.lengths[row])
         skipped = 0 if tokens.skipped is None else int(tokens.skipped[row])
@@ -179,7 +179,7 @@ def _unsupported(parts: ModelParts, reason: str) -> UnsupportedModelError:
 
 
 def _check_read(cache: PolicyCache) -> None:
-    if cache.reader.tokens is None or cache.reader.chunks is not None:
+    if cache._reader.tokens is None or cache._reader.chunks is not None:
         raise ValueError("cache must have read a whole prompt to be exported, got one that has not")
     if isinstance(cache.storage, QuantizedStorage):
         raise ValueError(
@@ -189,7 +189,7 @@ def _check_read(cache: PolicyCache) -> None:
 
 
 def _row(cache: PolicyCache, row: int | None) -> int:
-    tokens = cache.reader.tokens
+    tokens = cache._reader.tokens
     assert tokens is not None
     if row is None and (tokens.batch > 1 or tokens.padded):
         raise ValueError(

@@ -22,7 +22,7 @@ from tests.integrations.test_unhooked_answers import (
 
 __all__ = ["begun", "llama"]  # fixtures
 
-SOME = {name: POLICIES[name] for name in ("snapkv", "adakv", "gem_filter")}
+SOME = {name: POLICIES[name] for name in ("snapkv", "adakv", "gemfilter")}
 SOME |= {f"bounded {name}": BOUNDED[name] for name in ("by queries", "by heads")}
 
 

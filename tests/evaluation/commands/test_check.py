@@ -64,7 +64,7 @@ def test_reasons_name_classes_in_sentences(
 ) -> None:
     assert main(["check", saved("gptj", tmp_path)]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "no: ada_kv cannot be applied to GPTJForCausalLM, whose attention" in out
+    assert "no: adakv cannot be applied to GPTJForCausalLM, whose attention" in out
     assert not re.search(r"\w\(", out)
 
 
@@ -100,24 +100,24 @@ def checked(name: str, finding: Finding | None = None, **quirks: bool) -> ModelC
 # A model for each kind of reason, and what it says of one policy at a context of 4,096 tokens.
 SAID = {
     "afmoe": (
-        "gem_filter",
-        "context must fit the sliding window of every layer where gem_filter restarts the prefill "
+        "gemfilter",
+        "context must fit the sliding window of every layer where gemfilter restarts the prefill "
         "at new positions, 16 tokens, got 4096",
     ),
     "ministral": (
-        "lazy_llm",
-        "layers after which lazy_llm drops tokens must see the whole context, but the sliding "
+        "lazyllm",
+        "layers after which lazyllm drops tokens must see the whole context, but the sliding "
         "window of layers 0, 1, 2 sees 16 of 4096 tokens; layers that see all: none",
     ),
     "longcat_flash": (
-        "slim_infer",
-        "slim_infer cannot be applied to LongcatFlashForCausalLM, whose layers attend several "
+        "sliminfer",
+        "sliminfer cannot be applied to LongcatFlashForCausalLM, whose layers attend several "
         "times each: no token can leave the prompt between two of these times; use a policy that "
         "drops no tokens",
     ),
-    "nemotron_h": ("pyramid_infer", "layers after which pyramid_infer drops tokens must attend"),
-    "hy_v4": ("pyramid_infer", "must not lend the slots that an indexer has picked"),
-    "gemma3n_text": ("slim_infer", "stages must each act after a layer of its own"),
+    "nemotron_h": ("pyramidinfer", "layers after which pyramidinfer drops tokens must attend"),
+    "hy_v4": ("pyramidinfer", "must not lend the slots that an indexer has picked"),
+    "gemma3n_text": ("sliminfer", "stages must each act after a layer of its own"),
     "codegen": (
         "fastkv",
         "fastkv cannot be applied to CodeGenForCausalLM, whose attention does not go through "
@@ -154,7 +154,7 @@ def test_reasons_are_of_the_policy_and_not_of_the_self_checks(
     assert main(["check", saved("ministral", tmp_path), "--context", "4096"]) == 0
     out = capsys.readouterr().out
     reasons = {name: each for name, each in rows_of(out).items() if each.startswith("no:")}
-    assert {"fastkv", "claa", "lazy_llm"} <= set(reasons)
+    assert {"fastkv", "claa", "lazyllm"} <= set(reasons)
     joined = " ".join(out.split())
     assert "no: layers after which claa drops tokens must see the whole context" in joined
     assert "sees 16 of 4096 tokens" in joined
@@ -170,8 +170,8 @@ def test_what_the_self_check_finds_is_a_sentence() -> None:
         "fastkv cannot be applied to this model: its self-check found wrong logits where a policy "
         "drops tokens"
     )
-    columns = refusal(checked("llama", pads=False), "gem_filter", 4096)
-    assert str(columns).startswith("gem_filter cannot be applied to this model: it restarts the")
+    columns = refusal(checked("llama", pads=False), "gemfilter", 4096)
+    assert str(columns).startswith("gemfilter cannot be applied to this model: it restarts the")
 
 
 def test_a_policy_that_cannot_be_built_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_export_then_check(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_what_does_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     to = folder / "others" / "one.safetensors"
-    assert export(folder, "--policy", "streaming_llm", "--to", str(to)) == 0
+    assert export(folder, "--policy", "streamingllm", "--to", str(to)) == 0
     (to.parent / "two.safetensors").write_bytes(to.read_bytes()[:500])
     tiny_model("llama", seed=1).save_pretrained(folder / "tiny")
     capsys.readouterr()
@@ -61,7 +61,7 @@ def test_refusals(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert export(folder, "--to", str(tmp_path / "a.bin")) == 1
     assert "path must be NAME.safetensors" in capsys.readouterr().err
     to = tmp_path / "a.safetensors"
-    assert export(folder, "--policy", "ada_kv", "--to", str(to)) == 1
+    assert export(folder, "--policy", "adakv", "--to", str(to)) == 1
     assert "as many tokens in every head" in capsys.readouterr().err
     assert not to.exists()
     missing = ["serve-check", str(tmp_path / "none"), "--model", str(folder / "model")]

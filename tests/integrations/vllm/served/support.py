@@ -55,7 +55,7 @@ POLICIES: dict[str, CachePolicy] = {
     "gapless": StreamingLLM(0.3, gapless=True),
     "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.25, window_size=8),
     "keydiff": KeyDiff(0.5),
-    "gem_filter": GemFilter(retention_rate=0.4),
+    "gemfilter": GemFilter(retention_rate=0.4),
     "full": FullContext(),
 }
 FAMILIES: dict[str, Any] = {
