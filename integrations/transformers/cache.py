@@ -201,9 +201,9 @@ class PolicyCache(DispatchedCache):
             OSError: The file cannot be written, or is not a regular file; an existing file stays as
                 it was.
         """
-        self.to_save().write(path)
+        self._to_save().write(path)
 
-    def to_save(self) -> SavedCache:
+    def _to_save(self) -> SavedCache:
         """Return what `save` writes; not for users."""
         reader = copy.copy(self._reader)  # the copy undoes a forward that is under way
         if reader.tokens is None or reader.chunks is not None:

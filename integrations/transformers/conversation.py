@@ -316,7 +316,7 @@ class Conversation:
                 self._template.fingerprint(),
                 self.rereadings,
             )
-            self.cache.to_save().write(path, conversation=saved.packed())
+            self.cache._to_save().write(path, conversation=saved.packed())
 
     @classmethod
     def load(

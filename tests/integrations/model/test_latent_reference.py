@@ -58,7 +58,7 @@ def test_output_weights_are_refused_where_all_heads_share_what_is_stored() -> No
     assert_same(read, 0, expected)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "keydiff", "pyramid_infer_steep", "fastkv"])
+@pytest.mark.parametrize("name", ["snapkv", "keydiff", "pyramidinfer_steep", "fastkv"])
 def test_single_row_with_eager_attention(name: str) -> None:
     policy, method = METHODS[name]
     store, turns = run_conversation(model_of("eager"), policy, (1,), LENGTHS)

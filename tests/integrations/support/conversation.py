@@ -80,7 +80,7 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         PyramidInfer(min_context=8),
         reference.PyramidInfer(min_context=8),
     ),
-    "pyramid_infer_steep": (
+    "pyramidinfer_steep": (
         PyramidInfer(
             recent_rate=0.1, decay_ratio=0.3, distance_weight=2.0, num_sinks=2, min_context=3
         ),
