@@ -332,7 +332,7 @@ def test_a_cache_that_is_read_and_copied_between_tokens(
     assert_alike(cache, alone)
     for index, each in enumerate(reader.copies[:-1]):  # each goes on where it was copied
         assert each.get_seq_length() == 40 + index
-        assert torch.equal(each.reader.tokens.ids, tokens[:, : 40 + index])
+        assert torch.equal(each._reader.tokens.ids, tokens[:, : 40 + index])
         with each.attached(llama), torch.no_grad():
             again = llama(tokens[:, 40 + index][:, None], past_key_values=each).logits[:, -1]
         torch.testing.assert_close(again, logits[index + 1], atol=1e-5, rtol=1e-5)
