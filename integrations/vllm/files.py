@@ -1,4 +1,4 @@
-"""Write a safetensors file whole or not at all, and read parts of one without mapping it.
+"""Read parts of a safetensors file without mapping it.
 
 A mapped file that someone cuts short kills the process that reads it. A plain read only comes back
 short, which is an error that names the file. So a server reads documents with plain reads.
@@ -9,16 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import attrs
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kvpolicy.errors import KVPolicyError
@@ -36,50 +32,6 @@ LARGEST_HEADER = 100_000_000  # as in safetensors
 
 class DocumentError(KVPolicyError):
     """Raised if a served document cannot be found, read or used; the message says why."""
-
-
-def write_whole(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file; after a crash at any moment it is the old file or the new one.
-
-    Args:
-        path: The file; it is replaced if it exists.
-        tensors: Contiguous tensors in CPU memory.
-        metadata: The strings of the file's header.
-
-    Raises:
-        OSError: The file cannot be written, or ``path`` exists and is not a regular file.
-    """
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        raise OSError(f"path must be a regular file or a new one, got {path}")
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".exporting-")
-    os.close(handle)
-    try:
-        save_file(dict(tensors), name, dict(metadata))
-        os.chmod(name, _mode(target))
-        _sync(name)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
-    _sync(target.parent)
-
-
-def _mode(target: Path) -> int:
-    """Return the file mode of the file that is replaced, or what the umask gives to new files."""
-    if target.exists():
-        return stat.S_IMODE(target.stat().st_mode)
-    umask = os.umask(0)
-    os.umask(umask)
-    return 0o666 & ~umask
-
-
-def _sync(path: str | Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @attrs.frozen

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import attrs
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kvpolicy.checks import check_kind
@@ -39,6 +36,7 @@ from kvpolicy.integrations.transformers.state.saved_states import (
     state_tensors,
 )
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.integrations.transformers.state.whole_file import check_target, write_whole
 from kvpolicy.policy import CachePolicy
 
 FORMAT = "kvpolicy-cache"
@@ -77,7 +75,8 @@ class SavedCache:
             OSError: The file cannot be written, or ``path`` exists and is not a regular file.
             ValueError: ``path`` is empty.
         """
-        target, mode = _target(path)
+        _check_path(path)
+        check_target(path)  # before tensors are copied
         model, samples = self.model.packed()
         metadata = {
             "format": FORMAT,
@@ -94,15 +93,7 @@ class SavedCache:
             **_since_metadata(self.tokens),
             **beside,
         }
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".saving-")
-        os.close(handle)
-        try:
-            save_file({**self._tensors(), "model.samples": samples}, name, metadata)
-            os.chmod(name, mode)
-            os.replace(name, target)
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_whole(path, {**self._tensors(), "model.samples": samples}, metadata)
 
     def _tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -241,31 +232,6 @@ def _check_path(path: object) -> None:
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or os.PathLike, got {path!r}")
-
-
-def _target(path: str | os.PathLike[str]) -> tuple[Path, int]:
-    """Return the regular file to write, behind all links, and the file mode to give it."""
-    _check_path(path)
-    if not os.fspath(path):
-        raise ValueError(f"path must name a file, got {path!r}")
-    target = Path(os.path.realpath(path))
-    try:
-        mode = os.stat(target).st_mode
-    except FileNotFoundError:
-        return target, _mode_of_new_files()
-    if not stat.S_ISREG(mode):
-        raise OSError(f"path must be a regular file or a new one, got {path}")
-    return target, stat.S_IMODE(mode)
-
-
-def _mode_of_new_files() -> int:
-    """Return the file mode that the process's umask gives to new files.
-
-    It is needed since a temporary file can be read by its owner only.
-    """
-    umask = os.umask(0)
-    os.umask(umask)
-    return 0o666 & ~umask
 
 
 def _producer_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
