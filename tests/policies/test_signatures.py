@@ -11,6 +11,7 @@ from kvpolicy import CachePolicy, DecodingEviction, KVSelector, PropagationPolic
 from kvpolicy.assignments import PartOption
 from kvpolicy.building import build_policy, compose
 from kvpolicy.description import describe, from_description
+from kvpolicy.evaluation.suite.earlier_names import present_call
 from kvpolicy.policies import (
     FastKV,
     FullContext,
@@ -169,6 +170,7 @@ def test_an_argument_under_its_earlier_name(kind: Any, old: str, new: str, value
     with pytest.warns(DeprecationWarning, match=rf"\.{old} is deprecated, use {new}"):
         assert getattr(present, old) == value
     assert old not in inspect.signature(kind).parameters
+    assert present_call(repr(present).replace(f"{new}=", f"{old}=")) == repr(present)
     fields = describe(present)
     fields["fields"][old] = fields["fields"].pop(new)
     if issubclass(kind, CachePolicy):
