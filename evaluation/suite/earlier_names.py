@@ -83,7 +83,7 @@ def _earlier_keywords(tree: ast.AST) -> Iterator[tuple[ast.keyword, str]]:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
             renamed = earlier_arguments(_class_of(call.func.id))
             for keyword in call.keywords:
-                if keyword.arg in renamed:
+                if keyword.arg is not None and keyword.arg in renamed:
                     yield keyword, renamed[keyword.arg]
 
 
