@@ -100,6 +100,13 @@ def test_memory(hub: Path, tmp_path: Path) -> None:
     assert names["cache"].report().total.share < 0.5
 
 
+def test_compress(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run("compress.md", hub)
+    assert names["found"].tokens_after < names["found"].tokens_before
+    assert names["found"].text.rstrip().endswith("Who wrote it?")
+    assert names["found"].report() in capsys.readouterr().out
+
+
 def test_images(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     family = "qwen3_vl"
     made = {
