@@ -1,4 +1,4 @@
-"""Ask many questions about one document: it is read once, each question gets a copy of the cache."""
+"""Ask many questions about one document: read it once, give each question a copy of the cache."""
 
 import copy
 
