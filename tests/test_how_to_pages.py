@@ -107,6 +107,25 @@ def test_compress(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert names["found"].report() in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
+def test_pages_without_a_model_of_the_hub(capsys: pytest.CaptureFixture[str]) -> None:
+    """What they print or leave is what they say."""
+    assert len(run("analysis.md")["recall"]) == 2
+    assert run("calibration.md")["policy"].propagation.tsp_layer == 2
+    assert run("decoding.md")["cache"].policy.decoding.most_tokens == 4096
+    capsys.readouterr()
+    run("estimate.md")
+    (said,) = re.findall(r"^\)  # (.*)$", "".join(blocks_of("estimate.md")), re.MULTILINE)
+    assert capsys.readouterr().out.strip() == said
+
+
+def test_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lm_eval")
+    (block,) = blocks_of("suite.md")
+    exec(block.replace("limit=20", "limit=1"), {})
+    assert "needle_one_hop" in capsys.readouterr().out
+
+
 def test_images(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     family = "qwen3_vl"
     made = {
