@@ -11,7 +11,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 project = PROJECT["name"]
 version = release = PROJECT["version"]
 author = "the kvpolicy authors"
-copyright = author  # noqa: A001 -- Sphinx's name
+copyright = author
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
@@ -55,4 +55,6 @@ html_theme_options = {
     "source_directory": "docs/",
 }
 copybutton_exclude = ".linenos, .gp, .go"
-pygments_style = "default"
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+smartquotes = False  # they would turn -- of an option into a dash
