@@ -29,8 +29,6 @@ myst_enable_extensions = ["deflist", "colon_fence"]
 myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
 nb_execution_mode = "off"  # notebooks are stored with their outputs; a test runs them again
-# The library that draws diagrams in the reader's browser.
-mermaid_version = "11.12.1"
 
 # A name in single backticks in a docstring becomes a link if it is public.
 default_role = "py:obj"
@@ -57,4 +55,4 @@ html_theme_options = {
 copybutton_exclude = ".linenos, .gp, .go"
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
-smartquotes = False  # they would turn -- of an option into a dash
+smartquotes_action = "D"  # dashes alone
