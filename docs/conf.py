@@ -56,3 +56,5 @@ copybutton_exclude = ".linenos, .gp, .go"
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 smartquotes_action = "D"  # dashes alone
+mermaid_height = "auto"
+mermaid_fullscreen = False
