@@ -122,6 +122,7 @@ bench: $(VENV)/installed
 pictures: $(VENV)/installed
 	$(BIN)/python benchmarks/needle.py
 	$(BIN)/python benchmarks/methods.py --show benchmarks/results/methods.json
+	$(BIN)/python benchmarks/benefit.py
 
 bench-scaling: $(VENV)/installed
 	$(BIN)/python benchmarks/scaling.py $(ARGS)

@@ -1,6 +1,6 @@
 """The tables of model families, made from what `make families` has found.
 
-``python -m tests.support_table`` writes docs/families.md; the README's table is `support_table()`.
+``python -m tests.support_table`` writes docs/families.md, which begins with `support_table()`.
 """
 
 import json
@@ -95,7 +95,6 @@ def support_table() -> str:
 def page() -> str:
     """The page with all names."""
     count = len(outcomes())
-    [f"| {len(names)} | {', '.join(sorted(names))} | {said} |" for said, names in groups().items()]
     lines = [
         "# Model families",
         "",
@@ -106,7 +105,14 @@ def page() -> str:
         "",
         "No list decides: a model is taken apart into layers of known kinds, and one that is not",
         "among the tested ones is checked on itself when a cache first meets it.",
-        "`kvpolicy check MODEL` shows the outcome.",
+        "`kvpolicy check MODEL` shows the outcome, and [kinds of layers](kinds.md) the reasons.",
+        "Vision-language models are tested with images too.",
+        "",
+        "## The best known",
+        "",
+        support_table(),
+        "",
+        "## All builds",
         "",
         "| builds | families | what works |",
         "|---|---|---|",
@@ -120,4 +126,3 @@ def page() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
-    print(support_table())
