@@ -52,11 +52,6 @@ class Benefit:
     held: tuple[float, float]
     peak: tuple[float, float]
 
-    @property
-    def speedup(self) -> float:
-        """How many times as fast the policy reads the prompt."""
-        return self.seconds[0] / self.seconds[1]
-
 
 def benefit(record: dict[str, Any], context: int = CONTEXT) -> Benefit:
     """Return what a record of ``gpu.py`` says of one length.
