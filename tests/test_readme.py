@@ -251,7 +251,7 @@ def test_the_figures_and_the_picture_of_the_readme_are_the_measured_ones() -> No
     (full, policy), (held, kept) = found.seconds, (each / 1e9 for each in found.held)
     assert f"reads {CONTEXT:,} tokens in {full:.1f} s and then holds {held:.1f} GB" in text
     assert f"it takes {policy:.1f} s and holds {kept:.1f} GB" in text
-    assert f"on one {found.device};" in text
+    assert f"on one {found.device}," in text
     with Image.open(PICTURE) as picture:
         assert picture.info["Description"] == figures(found)
         assert picture.mode == "RGB" or picture.getextrema()[3] == (255, 255)  # no hole in it
@@ -267,6 +267,6 @@ def test_the_tables_of_methods() -> None:
     assert all(names[method] == page for method, page in found)
     assert f"[All {len(classes)} methods]" in README
     table = [line for line in README.splitlines() if line.startswith("| ") and "`" in line]
-    named = {name for line in table for name in re.findall(r"`(\w+)", line)}
+    named = {name for line in table for name in re.findall(r"`([A-Z]\w+)", line)}
     assert len(table) == 7
     assert named < set(classes)
