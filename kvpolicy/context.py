@@ -23,7 +23,13 @@ from kvpolicy.layer_inputs import (
 from kvpolicy.renamed import Moved, accepts_grouped
 
 
-@accepts_grouped(attention=AttentionSettings, layer=LayerInputs, decoding=DecodingInputs)
+@accepts_grouped(
+    "scaling heads softcap sinks kinds stored query_positions state history rotary output_weight "
+    "held_len",
+    attention=AttentionSettings,
+    layer=LayerInputs,
+    decoding=DecodingInputs,
+)
 @attrs.frozen(eq=False, slots=False)
 class LayerContext:
     """The inputs for a policy's decision at one attention layer: keys, values, queries, token data.

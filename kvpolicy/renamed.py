@@ -230,22 +230,37 @@ def by_name(order: str) -> Callable[[Class], Class]:
     return accepting
 
 
-def accepts_grouped(**groups: type) -> Callable[[Class], Class]:
+def accepts_grouped(order: str = "", /, **groups: type) -> Callable[[Class], Class]:
     """Let an attrs class accept and show fields by their own names that are in groups now.
 
+    A call without old names costs no check: the constructor itself refuses them first.
+
     Args:
+        order: The names of the arguments that could be given by position behind those that still
+            can, with blanks.
         groups: The attrs class of each field that is a group. The old names are its fields'.
     """
     found = {each.name: group for group, kind in groups.items() for each in attrs.fields(kind)}
 
     def grouping(cls: Class) -> Class:
         init = cls.__init__  # type: ignore[misc]
+        fields = [each for each in attrs.fields(cls) if each.init and not each.kw_only]
+        count, earlier = len(fields), order.split()
 
         @functools.wraps(init)
         def grouped(self: object, *args: Any, **given: Any) -> None:
-            if not found.keys().isdisjoint(given):
-                given = _in_groups(cls.__name__, groups, found, given)
-            init(self, *args, **given)
+            try:
+                init(self, *args, **given)
+                return
+            except TypeError:
+                late = dict(zip(earlier, args[count:], strict=False))
+                wrong = late.keys() & given.keys() or len(args) > count + len(earlier)
+                if wrong or not (late or found.keys() & given.keys()):
+                    raise
+            for name in late.keys() - found.keys():
+                _warn(f"giving {name}= of {cls.__name__} by position", "the name")
+            given = _in_groups(cls.__name__, groups, found, {**late, **given})
+            init(self, *args[:count], **given)
 
         cls.__init__ = grouped  # type: ignore[misc]
         for name, group in found.items():

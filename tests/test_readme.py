@@ -9,19 +9,15 @@ from statistics import median
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.benefit import CONTEXT, PICTURE, RESULT, benefit, figures
 from benchmarks.common import BASELINE, read_json
 from kvpolicy.evaluation.comparison.speed import Speed
-from kvpolicy.integrations.transformers import Conversation
 from kvpolicy.integrations.transformers.model.tested import TESTED
 from kvpolicy.registry import registered
-from tests.integrations.lm_eval.support import char_tokenizer
 from tests.integrations.model.builds.catalogue import builds
-from tests.reference import random_tokens, tiny_model
 from tests.support_hub import tiny_qwen
 from tests.support_table import PAGE, outcomes, page
 
@@ -30,7 +26,6 @@ BUILDS = builds()
 README = (ROOT / "README.md").read_text()
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 HUB, SCORER = PYTHON.findall(README)
-USE, APPLIED, CHAT = PYTHON.findall((ROOT / "docs/use.md").read_text())
 
 
 # Where the repository's pages and other files are read.
@@ -68,38 +63,6 @@ def test_the_example_of_the_bundled_model_prints_what_it_says() -> None:
     assert said is not None
     (code,) = (each for each in PYTHON.findall(page) if "PolicyCache" in each)
     assert run(code).strip() == said[1]
-
-
-def test_the_example_of_use() -> None:
-    def inputs(length: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": torch.tensor([random_tokens(0, length)])}
-
-    printed = run(
-        USE.replace("256", "4").replace("**longer_inputs", "torch.cat([output, input_ids], dim=1)"),
-        torch=torch,
-        model=tiny_model("llama", seed=0),
-        inputs=inputs(30),
-        input_ids=torch.tensor([random_tokens(1, 3)]),
-    )
-    assert printed.splitlines()[-1].startswith("total")
-
-
-def test_the_example_of_applying() -> None:
-    model, tokenizer = tiny_model("llama", seed=0), char_tokenizer()
-    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, max_new_tokens=3)
-    code = APPLIED.replace("FastKV()", "FastKV(tsp_layer=1)")  # the model has four layers
-    printed = run(code, model=model, pipe=pipe, texts=["a short text, read under a policy. " * 3])
-    assert printed.splitlines()[-1].startswith("total")
-
-
-def test_the_example_of_a_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    model, tokenizer = tiny_model("llama", seed=0), char_tokenizer()
-    text = "it was written by the rain, and costs a little. " * 2
-    printed = run(CHAT.replace("256", "4"), model=model, tokenizer=tokenizer, text=text)
-    assert re.search(r"^Conversation\(Llama.*\): 1 turn, 1\d\d tokens read", printed, re.MULTILINE)
-    loaded = Conversation.load("chat.safetensors", model, tokenizer)
-    assert len(loaded.messages) == 3
 
 
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")

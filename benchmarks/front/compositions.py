@@ -98,7 +98,7 @@ def _agree(rate: float, agreement: float) -> Callable[[int], PropagationPolicy]:
 
 def _mass(mass: float) -> Callable[[int], PropagationPolicy]:
     return lambda window: BlockMassPropagation(
-        drop_layers=None, mass=mass, chunk_size=1, protect=0, window_size=window
+        tsp_layers=None, mass=mass, chunk_size=1, protect=0, window_size=window
     )
 
 

@@ -1,4 +1,4 @@
-"""A chat of several turns: the policy acts on every turn's prompt, answers are appended."""
+"""A chat of several turns: the policy acts on each new prompt; answers are appended."""
 
 import torch
 
@@ -11,7 +11,7 @@ cache = PolicyCache(SnapKV(retention_rate=0.25))
 conversation = torch.empty(1, 0, dtype=torch.int64)
 for turn, prompt in enumerate(NeedleTask(context_len=256).prompts(3), start=1):
     said = torch.tensor([prompt.input_ids])
-    # As with any cache of Transformers, generate gets the whole conversation and reads what is new.
+    # Pass the whole conversation, as with any cache of Transformers; generate reads the new part.
     conversation = torch.cat([conversation, said], dim=1)
     conversation = model.generate(conversation, past_key_values=cache, max_new_tokens=3)
     right = tuple(conversation[0, -3:].tolist()) == prompt.answer

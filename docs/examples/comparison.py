@@ -1,4 +1,4 @@
-"""A comparison on one's own model and prompts, in Python; `kvpolicy compare` does it in a shell."""
+"""Compare policies on your own model and prompts; `kvpolicy compare` does it in a shell."""
 
 import json
 import tempfile
@@ -6,10 +6,10 @@ from pathlib import Path
 
 from kvpolicy.evaluation import load, measure_accuracy, needle_prompts, read_prompts, variants
 
-loaded = load("needle")  # or a folder, or a name on the Hugging Face Hub
+loaded = load("needle")  # or a folder, or the name of a model on the Hugging Face Hub
 decode = loaded.tokenizer.decode
 
-# A line for each prompt: {"prompt": "...", "answer": "..."}. Here they are the bundled model's.
+# One line for each prompt: {"prompt": "...", "answer": "..."}. Here: the bundled model's prompts.
 file = Path(tempfile.mkdtemp()) / "questions.jsonl"
 with file.open("w", encoding="utf-8") as lines:
     for each in needle_prompts(context_len=256, count=8):

@@ -1,4 +1,4 @@
-"""A composition of one's own: any scorer with any selector and any propagation policy."""
+"""Compose a policy: any scorer with any selector and any propagation policy."""
 
 import torch
 
@@ -13,8 +13,8 @@ from kvpolicy.policies import (
     WindowMaxPoolScorer,
 )
 
-# What the last tokens attend to, and a little of what is unlike the rest; heads share a budget of
-# a tenth, and after layer 3 a fifth of the tokens go on.
+# The scorer adds two scores: what the last tokens attend to, and keys unlike the others. The heads
+# share a budget of a tenth of the tokens. After layer 3 a fifth of the tokens go on.
 policy = CachePolicy(
     scorer=SumScorer([WindowMaxPoolScorer(), KeyDiffScorer()], weights=[1.0, 0.01]),
     selector=AdaptiveHeadSelector(retention_rate=0.1),

@@ -1,4 +1,4 @@
-"""Apply a policy to a model that another library calls: LangChain around a pipeline, kept."""
+"""Apply a policy to the model of a pipeline that LangChain calls."""
 
 from langchain_huggingface import HuggingFacePipeline
 from transformers import pipeline
@@ -14,7 +14,7 @@ prompts = NeedleTask(context_len=512).prompts(4)
 
 right = 0
 with apply_policy(model, FastKV(tsp_layer=3, tsp_rate=0.2, retention_rate=0.1)) as applied:
-    for prompt in prompts:  # every prompt gets a cache of its own
+    for prompt in prompts:  # each call of generate gets a new cache
         answer = llm.invoke(tokenizer.decode(prompt.input_ids))
         right += answer.strip().endswith(tokenizer.decode(prompt.answer))
 

@@ -1,4 +1,4 @@
-"""Ask a document many questions: it is read once, and every question gets a fork of the cache."""
+"""Ask many questions about one document: read it once, give each question a copy of the cache."""
 
 import copy
 
@@ -13,7 +13,7 @@ model = load_model()
 prompt = NeedleTask(context_len=512).prompts(1)[0].input_ids
 document = torch.tensor([prompt[:-2]])  # without the question at its end
 
-# What will be asked is not known yet, so that a rule that looks at keys alone, and keeps half.
+# The questions are not known yet, so choose by the keys alone, and keep half of them.
 cache = PolicyCache(KeyDiff(retention_rate=0.5))
 with torch.no_grad(), cache.attached(model):
     model(document, past_key_values=cache)
@@ -22,7 +22,7 @@ right = 0
 keys = [index + 1 for index, token in enumerate(prompt) if token == KEY]
 for place in keys:
     question = torch.tensor([[QUERY, prompt[place]]])
-    fork = copy.deepcopy(cache)  # the next question finds the document as it was read
+    fork = copy.deepcopy(cache)  # an independent copy: no question sees another
     output = model.generate(
         torch.cat([document, question], dim=1), past_key_values=fork, max_new_tokens=3
     )

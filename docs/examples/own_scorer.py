@@ -1,4 +1,4 @@
-"""One's own scorer: the contract first, then a prompt."""
+"""Write a scorer, check it against the contract, and use it on a prompt."""
 
 import attrs
 import torch
@@ -13,11 +13,11 @@ from kvpolicy.testing import check_scorer
 
 @attrs.frozen
 class LastQueryMaximum(Scorer):
-    """Tokens that any query head of the last token looks at."""
+    """Keep the tokens that any query head of the last token attends to."""
 
     @property
     def num_queries(self) -> int:
-        """The last."""
+        """One: the last query."""
         return 1
 
     def score(self, context: LayerContext) -> Tensor:
@@ -27,7 +27,7 @@ class LastQueryMaximum(Scorer):
         return products.amax(dim=2)  # over the query heads of a group
 
 
-check_scorer(LastQueryMaximum())  # padding, turns, shares of heads: says what is wrong, if it is
+check_scorer(LastQueryMaximum())  # padding, turns, shares of heads; raises what is wrong
 model = load_model()
 prompt = NeedleTask(context_len=1024).prompts(1)[0]
 policy = CachePolicy(LastQueryMaximum(), GQAGroupSelector(0.1), PassAllPropagation())

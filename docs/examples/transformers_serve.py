@@ -1,4 +1,4 @@
-"""Apply a policy to the model of `transformers serve`, for every request to the server."""
+"""Apply a policy to every request to `transformers serve`."""
 
 import tempfile
 
@@ -9,14 +9,14 @@ from kvpolicy.evaluation.needle import NeedleTask, load_model, load_tokenizer
 from kvpolicy.integrations.transformers import apply_policy
 from kvpolicy.policies import FastKV
 
-folder = tempfile.mkdtemp()  # stands for the name of a model on the Hub
+folder = tempfile.mkdtemp()  # in place of the name of a model on the Hub
 tokenizer = load_tokenizer()
 tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
 tokenizer.save_pretrained(folder)
 load_model().save_pretrained(folder)
 
 server = Serve(force_model=folder, port=8017, device="cpu", non_blocking=True)
-# The server holds its models in this private attribute; Transformers has no public way to them.
+# A private attribute: Transformers has no public way to the server's models.
 model, _ = server._model_manager.load_model_and_processor(f"{folder}@main")
 client = OpenAI(base_url="http://localhost:8017/v1", api_key="none", max_retries=9)
 prompts = NeedleTask(context_len=512).prompts(4)

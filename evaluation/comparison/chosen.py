@@ -10,7 +10,7 @@ import attrs
 
 from kvpolicy.building import PARTS, build_policy, compose, factory_of, parameters_of
 from kvpolicy.decoding import DecodingEviction
-from kvpolicy.evaluation.comparison.variant import Variant, retention
+from kvpolicy.evaluation.comparison.variant import Variant, leaves_layer_open, retention
 from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.nearest import said
 from kvpolicy.policies.methods.method import Method, under_tokens
@@ -29,7 +29,8 @@ def chosen_variants(
     Args:
         options: What the command line says.
         rates: The command's own retention rates, where it says none.
-        tsp_layer: For the policies that have one and are not told another; None for their default.
+        tsp_layer: For the policies whose own default is no fixed layer and that are not told
+            another; None for their default.
 
     Raises:
         ValueError: A name is unknown, a value out of its range, or an option is taken by none of
@@ -129,7 +130,7 @@ def _methods(
         factory = registered("policy")[name]
         known, given = parameters_of(factory), in_new_words(factory, options.parameters)
         further = {key: value for key, value in given.items() if key in known}
-        if tsp_layer is not None and "tsp_layer" in known:
+        if tsp_layer is not None and leaves_layer_open(known):
             further = {"tsp_layer": tsp_layer, **further}
         for rate, tokens in _retentions(options, rates, known):
             merged = {**retention(rate, tokens, known), **further}

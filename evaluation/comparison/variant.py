@@ -48,6 +48,15 @@ def takes(name: str, parameter: str) -> bool:
     return parameter in parameters_of(factory_of(name))
 
 
+def leaves_layer_open(known: Mapping[str, Any]) -> bool:
+    """True if a policy's ``tsp_layer`` is None by default, and so depends on the model.
+
+    Args:
+        known: The policy's parameters and their defaults.
+    """
+    return known.get("tsp_layer", 0) is None
+
+
 def retention(rate: float | None, tokens: int | None, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return policy arguments that set how many tokens to keep, by a rate or a token count.
 
@@ -81,7 +90,7 @@ def variants(
     Args:
         names: Of registered policies, see `kvpolicy.registry.name_of`; None for all.
         rates: Fractions of the context to keep, in (0, 1].
-        tsp_layer: For the policies that have one; None for their default.
+        tsp_layer: For the policies whose own default is no fixed layer; None for their default.
 
     Raises:
         ValueError: A name is unknown or a value out of its range.
@@ -95,7 +104,7 @@ def variants(
         known = parameters_of(factory_of(name))
         for rate in dict.fromkeys(rates) if "retention_rate" in known else [None]:
             parameters = retention(rate, None, known)
-            if tsp_layer is not None and "tsp_layer" in known:
+            if tsp_layer is not None and leaves_layer_open(known):
                 parameters["tsp_layer"] = tsp_layer
             chosen.append(Variant(name, build_policy(name, **parameters), rate, parameters))
     return chosen

@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.evaluation.suite.earlier_names import present_cell, present_label, present_method
 from kvpolicy.evaluation.suite.sample import Cell, Method
 
 # Format 1 numbers the documents of a task through all of its lengths, 2 those of each length.
@@ -51,7 +52,7 @@ class Description:
 
     @classmethod
     def from_json(cls, text: str) -> Description:
-        """Parse a description from the text of ``settings.json``.
+        """Parse a description from the text of ``settings.json``, with today's names of policies.
 
         Raises:
             ValueError: It did not write it, or another version did, in another format.
@@ -61,11 +62,15 @@ class Description:
             number = read.pop("format")
             if number not in (1, FORMAT):
                 raise ValueError(f"format must be 1 or {FORMAT}, which this version reads")
-            expected = {}
+            expected: dict[Cell, int] = {}
             for each in read.pop("cells"):
                 count = each.pop("samples")
-                expected[Cell(**each)] = count
-            methods = {label: Method(**each) for label, each in read.pop("methods").items()}
+                cell = present_cell(Cell(**each))
+                expected[cell] = max(count, expected.get(cell, 0))
+            methods = {
+                present_label(label): present_method(Method(**each))
+                for label, each in read.pop("methods").items()
+            }
             return cls(read.pop("settings"), read, methods, expected, number)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"no settings of an evaluation: {error}") from None

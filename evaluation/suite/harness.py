@@ -18,6 +18,7 @@ from lm_eval.api.task import Task
 
 from kvpolicy.evaluation.models import Loaded
 from kvpolicy.evaluation.readable import check_known, check_positions
+from kvpolicy.evaluation.refusals import in_users_words
 from kvpolicy.evaluation.suite.runner import Documents, Runner
 from kvpolicy.evaluation.suite.sample import FULL_CONTEXT, Answer, Cell, Document
 from kvpolicy.evaluation.suite.scoring import depth_of, prediction_of, references_of, scores_of
@@ -164,7 +165,9 @@ class HarnessRunner(Runner):
         for method, policy in self.policies.items():
             reason = found.refusal_of(policy, longest)
             if reason is not None:
-                raise ValueError(f"{method} cannot be applied to {self.loaded.name}: {reason}")
+                said = in_users_words(reason, policy, method)
+                said = said.removeprefix(f"{method} cannot be applied to this model: ")
+                raise ValueError(f"{method} cannot be applied to {self.loaded.name}: {said}")
 
     def _tokens(self, model: PolicyLM, name: str, request: Instance) -> int:
         """Count a request's prompt and answer tokens, and check that the model can read as many."""

@@ -25,7 +25,7 @@ class GemFilter(Method):
     Args:
         retention_rate: Fraction of the context that is chosen, in (0, 1].
         filter_layer: Index of the layer that chooses, from 0; None for ``num_layers // 2 - 1``
-            (the paper: 13 of 32).
+            (the paper: 13 of 32). Not a ``tsp_layer``: the prefill restarts at the first layer.
         kernel_size: Width of the average-pooling, odd.
         decoding: A `DecodingEviction`, by which every layer stays bounded while an answer is
             decoded; None lets it grow.

@@ -14,12 +14,14 @@ from kvpolicy.policies.propagation.staged import StagedPropagation
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
 from kvpolicy.policies.scorers.block_product import BlockProductScorer
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
+from kvpolicy.renamed import accepts_old
 
 # Layers 10, 20 and 30 of 32, and by how much more goes on there than after the last.
 STAGES = ((11 / 32, 4), (21 / 32, 2), (31 / 32, 1))
 
 
 @documented
+@accepts_old(unit_size="chunk_size", block_units="block_chunks")
 @attrs.frozen
 class SlimInfer(Method):
     """Drops blocks of tokens three times in one prefill, by products with the last queries.
@@ -33,8 +35,8 @@ class SlimInfer(Method):
     Args:
         tsp_rate: Fraction of the context that goes on after the last of the three, in (0, 1].
         window_size: Last tokens, whose queries are averaged and which always go on, at least 1.
-        unit_size: Tokens whose keys are averaged, at least 1; the paper's ``chunk_size``.
-        block_units: Units of so many tokens that make a block, at least 1.
+        chunk_size: Tokens of a chunk, whose keys are averaged, at least 1.
+        block_chunks: Chunks of a block, at least 1.
         tsp_tokens: Number of tokens that go on after the last of the three, at least 1, in place of
             the rate; 2,048 in the paper, with Llama 3.1 8B.
         protect: First tokens of the context that always go on, at least 0; None for a block.
@@ -59,26 +61,27 @@ class SlimInfer(Method):
 
     tsp_rate: float | None = attrs.field(default=DefaultRate(0.1), kw_only=True)
     window_size: int = attrs.field(default=4, kw_only=True)
-    unit_size: int = attrs.field(default=8, kw_only=True)
-    block_units: int = attrs.field(default=8, kw_only=True)
+    chunk_size: int = attrs.field(default=8, kw_only=True)
+    block_chunks: int = attrs.field(default=8, kw_only=True)
     tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
     protect: int | None = attrs.field(default=None, kw_only=True)
 
     def _parts(self) -> Parts:
-        check_count("unit_size", self.unit_size, minimum=1)
-        check_count("block_units", self.block_units, minimum=1)
+        check_count("chunk_size", self.chunk_size, minimum=1)
+        check_count("block_chunks", self.block_chunks, minimum=1)
         last = Budget(self.tsp_rate, self.tsp_tokens, name="tsp")
+        block = self.chunk_size * self.block_chunks
         scorer = BlockProductScorer(
             window_size=self.window_size,
-            chunk_size=self.unit_size,
-            block_chunks=self.block_units,
+            chunk_size=self.chunk_size,
+            block_chunks=self.block_chunks,
         )
         stages = [
             TokenSelectivePropagation(
                 tsp_rate=None if last.rate is None else min(times * last.rate, 1.0),
                 window_size=self.window_size,
                 tsp_tokens=None if last.tokens is None else times * last.tokens,
-                protect=self.unit_size * self.block_units if self.protect is None else self.protect,
+                protect=block if self.protect is None else self.protect,
                 tsp_depth=depth,
             )
             for depth, times in STAGES

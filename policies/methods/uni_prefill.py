@@ -13,23 +13,25 @@ from kvpolicy.policies.propagation.block_mass import BlockMassPropagation
 from kvpolicy.policies.propagation.layers import as_layers
 from kvpolicy.policies.scorers.window import WindowAttentionScorer
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
+from kvpolicy.renamed import accepts_old
 
 
 @documented
+@accepts_old(drop_layers="tsp_layers", block_size="chunk_size")
 @attrs.frozen
 class UniPrefill(Method):
     """Drops blocks of tokens with little attention, after several layers of one prefill.
 
-    After each of ``drop_layers`` only the first tokens, the last tokens, and the blocks that
+    After each of ``tsp_layers`` only the first tokens, the last tokens, and the blocks that
     together receive the share ``mass`` of the last ``window_size`` tokens' attention go on (see
     `BlockMassPropagation`). Their number depends on the prompt. Layers keep all keys and values
     that reach them.
 
     Args:
-        drop_layers: Indices of the layers after which tokens are dropped, from 0; None for six
+        tsp_layers: Indices of the layers after which tokens are dropped, from 0; None for six
             from a quarter to seven eighths of the model, 7, 11, 15, 19, 23 and 27 of 32.
         mass: Share of the attention that goes on, in (0, 1].
-        block_size: Tokens of a block, at least 1; the paper's word for ``chunk_size``.
+        chunk_size: Tokens of a block, at least 1.
         num_sinks: First tokens of the context that always go on, at least 0.
         window_size: Last tokens, which observe and always go on, at least 1.
 
@@ -44,21 +46,21 @@ class UniPrefill(Method):
 
     paper: ClassVar[str] = "arXiv 2605.06221"
 
-    drop_layers: tuple[int, ...] | None = attrs.field(
+    tsp_layers: tuple[int, ...] | None = attrs.field(
         default=None, converter=as_layers, kw_only=True
     )
     mass: float = attrs.field(default=0.99, kw_only=True)
-    block_size: int = attrs.field(default=64, kw_only=True)
+    chunk_size: int = attrs.field(default=64, kw_only=True)
     num_sinks: int = attrs.field(default=128, kw_only=True)
     window_size: int = attrs.field(default=128, kw_only=True)
 
     def _parts(self) -> Parts:
-        check_count("block_size", self.block_size, minimum=1)
+        check_count("chunk_size", self.chunk_size, minimum=1)
         check_count("num_sinks", self.num_sinks)
         propagation = BlockMassPropagation(
-            drop_layers=self.drop_layers,
+            tsp_layers=self.tsp_layers,
             mass=self.mass,
-            chunk_size=self.block_size,
+            chunk_size=self.chunk_size,
             protect=self.num_sinks,
             window_size=self.window_size,
         )

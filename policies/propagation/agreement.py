@@ -13,12 +13,14 @@ from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy, nearest_layer
 from kvpolicy.policies.propagation.layers import as_layers, within
+from kvpolicy.renamed import accepts_old
 from kvpolicy.selection import compress, row_budgets, select_top
 
 # Where layers are left open, the first and the last that may act.
 DEPTHS = (0.25, 0.5)
 
 
+@accepts_old(drop_layers="tsp_layers")
 @attrs.frozen
 class AgreementPropagation(PropagationPolicy):
     """Drops tokens after the first layer that ranks tokens much as the layer before it does.
@@ -34,7 +36,7 @@ class AgreementPropagation(PropagationPolicy):
         window_size: Trailing tokens that always go on, at least 1.
         tsp_tokens: Number of tokens that go on, in place of the rate.
         agreement: Share of the best tokens that must be the same at both layers, in [0, 1].
-        drop_layers: Indices of the layers that may act, from 1, since each needs a layer before it;
+        tsp_layers: Indices of the layers that may act, from 1, since each needs a layer before it;
             None for the layers from a quarter to half of the model that see the whole context.
 
     Raises:
@@ -50,7 +52,7 @@ class AgreementPropagation(PropagationPolicy):
     window_size: int = attrs.field(default=8, kw_only=True)
     tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
     agreement: float = attrs.field(default=0.7, kw_only=True)
-    drop_layers: tuple[int, ...] | None = attrs.field(
+    tsp_layers: tuple[int, ...] | None = attrs.field(
         default=None, kw_only=True, converter=as_layers
     )
 
@@ -58,10 +60,10 @@ class AgreementPropagation(PropagationPolicy):
         # At least the last token: the next one is predicted from it.
         check_count("window_size", self.window_size, minimum=1)
         check_rate("agreement", self.agreement, zero=True)
-        if self.drop_layers is not None and min(self.drop_layers) < 1:
+        if self.tsp_layers is not None and min(self.tsp_layers) < 1:
             raise ValueError(
-                "drop_layers must be at least 1, since the layer before has a say, got "
-                f"{list(self.drop_layers)}"
+                "tsp_layers must be at least 1, since the layer before has a say, got "
+                f"{list(self.tsp_layers)}"
             )
         # A default rate that gave way to a number of tokens shall not show in the repr.
         object.__setattr__(self, "tsp_rate", self._going_on.rate)
@@ -87,21 +89,21 @@ class AgreementPropagation(PropagationPolicy):
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """Return the layers after which tokens may be dropped; ValueError if outside the model."""
-        if self.drop_layers is None:
+        if self.tsp_layers is None:
             first, last = (max(int(num_layers * depth) - 1, 1) for depth in DEPTHS)
             return frozenset(range(first, last + 1)) & frozenset(range(num_layers))
-        return within(self.drop_layers, num_layers, first=1)
+        return within(self.tsp_layers, num_layers, first=1)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Return a copy with unset ``drop_layers`` set to allowed layers near the default."""
+        """Return a copy with unset ``tsp_layers`` set to allowed layers near the default."""
         wanted = self.acting_layers(num_layers)
-        if self.drop_layers is not None or wanted <= set(eligible):
+        if self.tsp_layers is not None or wanted <= set(eligible):
             return self
         after_first = [layer for layer in eligible if layer]
         if not after_first or not wanted:
             return self
         found = wanted & set(after_first) or {nearest_layer(max(wanted), after_first)}
-        return attrs.evolve(self, drop_layers=tuple(sorted(found)))
+        return attrs.evolve(self, tsp_layers=tuple(sorted(found)))
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """Return the highest fraction of a prompt's tokens that may reach each layer."""

@@ -23,7 +23,7 @@ DEPTHS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 UNITS = 1 << 40
 
 
-@accepts_old(block_size="chunk_size", num_sinks="protect")
+@accepts_old(drop_layers="tsp_layers", block_size="chunk_size", num_sinks="protect")
 @attrs.frozen
 class BlockMassPropagation(PropagationPolicy):
     """Passes on the fewest blocks of tokens that together hold a given share of the saliency.
@@ -37,7 +37,7 @@ class BlockMassPropagation(PropagationPolicy):
 
     Args:
         mass: Share of the saliency that goes on, in (0, 1]; 1 passes everything on.
-        drop_layers: Indices of the layers after which tokens are dropped, from 0; None for six
+        tsp_layers: Indices of the layers after which tokens are dropped, from 0; None for six
             from a quarter to seven eighths of the model, 7, 11, 15, 19, 23 and 27 of 32, or the
             layers nearest to them that see the whole context.
         chunk_size: Tokens of a block, at least 1.
@@ -60,7 +60,7 @@ class BlockMassPropagation(PropagationPolicy):
     paper: ClassVar[str] = "arXiv 2605.06221"
 
     mass: float = 0.99
-    drop_layers: tuple[int, ...] | None = attrs.field(
+    tsp_layers: tuple[int, ...] | None = attrs.field(
         default=None, converter=as_layers, kw_only=True
     )
     chunk_size: int = attrs.field(default=64, kw_only=True)
@@ -91,17 +91,17 @@ class BlockMassPropagation(PropagationPolicy):
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """Return the layers after which tokens are dropped; ValueError if outside the model."""
-        if self.drop_layers is None:
+        if self.tsp_layers is None:
             return frozenset(max(int(num_layers * depth) - 1, 0) for depth in DEPTHS)
-        return within(self.drop_layers, num_layers)
+        return within(self.tsp_layers, num_layers)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Return a copy with unset ``drop_layers`` set to allowed layers near the default."""
+        """Return a copy with unset ``tsp_layers`` set to allowed layers near the default."""
         wanted = self.acting_layers(num_layers)
-        if self.drop_layers is not None or wanted <= set(eligible):
+        if self.tsp_layers is not None or wanted <= set(eligible):
             return self
         nearest = {nearest_layer(layer, eligible) for layer in wanted}
-        return attrs.evolve(self, drop_layers=tuple(sorted(nearest)))
+        return attrs.evolve(self, tsp_layers=tuple(sorted(nearest)))
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """Return 1 for every layer, an upper bound: the prompt decides how many tokens go on."""

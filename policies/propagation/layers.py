@@ -21,10 +21,10 @@ def as_layers(layers: object) -> tuple[int, ...] | None:
     """
     if layers is None:
         return None
-    given = as_tuple("drop_layers", "layer indices", layers)
-    found = sorted(check_count("drop_layers", layer) for layer in given)
+    given = as_tuple("tsp_layers", "layer indices", layers)
+    found = sorted(check_count("tsp_layers", layer) for layer in given)
     if not found or len(set(found)) < len(found):
-        raise ValueError(f"drop_layers must be at least one layer, each once, got {found}")
+        raise ValueError(f"tsp_layers must be at least one layer, each once, got {found}")
     return tuple(found)
 
 
@@ -41,7 +41,7 @@ def within(layers: tuple[int, ...], num_layers: int, *, first: int = 0) -> froze
     """
     if max(layers) >= num_layers:
         raise ValueError(
-            f"drop_layers must be in [{first}, {num_layers - 1}] for a model of {num_layers} "
+            f"tsp_layers must be in [{first}, {num_layers - 1}] for a model of {num_layers} "
             f"layers, got {list(layers)}"
         )
     return frozenset(layers)

@@ -28,6 +28,7 @@ class RestartPropagation(PropagationPolicy):
     Args:
         retention_rate: Fraction of the row's context that is chosen, in (0, 1]. 0.1 by default.
         filter_layer: Index of the layer that chooses, from 0; None for ``num_layers // 2 - 1``.
+            Not a ``tsp_layer``: the prefill restarts at the first layer.
         retention_tokens: Number of tokens that are chosen, in place of the rate.
         window_size: Last tokens that are always chosen, at least 1.
         protect: First tokens of the context that are always chosen.

@@ -11,22 +11,24 @@ from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy
 from kvpolicy.kinds import VISUAL
+from kvpolicy.renamed import accepts_old
 from kvpolicy.selection import select_top
 
 
+@accepts_old(drop_layer="tsp_layer", visual_rate="tsp_rate")
 @attrs.frozen
 class VisualTokenPropagation(PropagationPolicy):
     """Drops visual tokens after one layer, except the most salient; all text tokens go on.
 
     The saliency is the mean over all query heads of the layer; tokens keep their original rotary
-    positions. Unlike other rates, ``visual_rate`` is one of the visual tokens that are new and that
-    reached the layer: a question in a later turn loses nothing, a further image as much as the
-    first, and stages of `StagedPropagation` multiply. A model that reads text only has nothing to
-    drop.
+    positions. Here ``tsp_rate`` is a fraction of the visual tokens that are new and that reached
+    the layer, not of the context: a question in a later turn loses nothing, a further image as much
+    as the first, and stages of `StagedPropagation` multiply. A model that reads text only has
+    nothing to drop.
 
     Args:
-        visual_rate: Fraction of the new visual tokens at that layer that goes on, in (0, 1].
-        drop_layer: Index of the layer after which tokens are dropped, from 0.
+        tsp_rate: Fraction of the new visual tokens at that layer that goes on, in (0, 1].
+        tsp_layer: Index of the layer after which tokens are dropped, from 0.
         window_size: Trailing tokens that always go on, of whatever kind, at least 1.
 
     Raises:
@@ -34,7 +36,7 @@ class VisualTokenPropagation(PropagationPolicy):
         ValueError: An argument is out of its range.
 
     Example:
-        >>> VisualTokenPropagation(drop_layer=1).acting_layers(num_layers=32)
+        >>> VisualTokenPropagation(tsp_layer=1).acting_layers(num_layers=32)
         frozenset({1})
 
     Source: FastV (arXiv 2403.06764), section 4; PyramidDrop (arXiv 2410.17247), section 3.
@@ -42,13 +44,13 @@ class VisualTokenPropagation(PropagationPolicy):
 
     paper: ClassVar[str] = "arXiv 2403.06764"
 
-    visual_rate: float = 0.5
-    drop_layer: int = attrs.field(default=1, kw_only=True)
+    tsp_rate: float = 0.5
+    tsp_layer: int = attrs.field(default=1, kw_only=True)
     window_size: int = attrs.field(default=1, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        check_count("drop_layer", self.drop_layer)
-        check_rate("visual_rate", self.visual_rate)
+        check_count("tsp_layer", self.tsp_layer)
+        check_rate("tsp_rate", self.tsp_rate)
         # At least the last token: the next one is predicted from it.
         check_count("window_size", self.window_size, minimum=1)
 
@@ -63,12 +65,12 @@ class VisualTokenPropagation(PropagationPolicy):
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """Return the layer after which tokens are dropped; ValueError if it is not in the model."""
-        if self.drop_layer >= num_layers:
+        if self.tsp_layer >= num_layers:
             raise ValueError(
-                f"drop_layer must be in [0, {num_layers - 1}] for a model of {num_layers} layers, "
-                f"got {self.drop_layer}"
+                f"tsp_layer must be in [0, {num_layers - 1}] for a model of {num_layers} layers, "
+                f"got {self.tsp_layer}"
             )
-        return frozenset({self.drop_layer})
+        return frozenset({self.tsp_layer})
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """Return 1 for every layer, an upper bound: prompts differ in their visual tokens."""
@@ -87,8 +89,7 @@ class VisualTokenPropagation(PropagationPolicy):
             strict=True,
         )
         budgets = [
-            new - images + max(int(images * self.visual_rate), fixed)
-            for images, fixed, new in counts
+            new - images + max(int(images * self.tsp_rate), fixed) for images, fixed, new in counts
         ]
         if budgets == context.new_valid.sum(dim=1).tolist():
             return None

@@ -90,9 +90,8 @@ OTHERS: dict[str, Any] = {
     "protect": 2,
     "decoding": 64,
     "instruction_ids": [1, 2],
-    "drop_layers": (2, 4),
-    "visual_rate": 0.25,
-    "keep_rate": 0.5,
+    "tsp_layers": (2, 4),
+    "tsp_rate": 0.4,
     "recent_rate": 0.3,
     "gapless": False,
 }

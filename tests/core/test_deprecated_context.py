@@ -101,6 +101,32 @@ def test_giving_what_is_in_a_group(name: str) -> None:
         assert getattr(getattr(after, of_group), each) is (value if each == name else was)
 
 
+def test_giving_by_position_what_could_be() -> None:
+    """In the order of the earlier signature, behind the eight that still can be."""
+    kinds = torch.full((1, 2, 5), TokenKind.IMAGE, dtype=torch.int8)
+    late: tuple[Any, ...] = (0.25, Heads(), 30.0, None, kinds)
+    with pytest.warns(
+        DeprecationWarning, match=r"^scaling= of LayerContext is dep.*use att"
+    ) as told:
+        made = LayerContext(*arguments().values(), *late[:1])  # type: ignore[misc, call-arg]
+    assert [each.filename for each in told] == [__file__]
+    assert attrs.astuple(made.attention) == (0.25, None, None)
+    with pytest.warns(DeprecationWarning, match="is deprecated, use") as told:
+        made = LayerContext(*arguments().values(), *late)  # type: ignore[misc, call-arg]
+    assert attrs.astuple(made.attention) == (0.25, 30.0, None)
+    assert made.is_kind(TokenKind.IMAGE).all()
+    assert "giving kinds= of LayerContext by position is deprecated, use the name" in {
+        str(each.message) for each in told
+    }
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((0.25,), {"scaling": 0.25}),
+        ((0.25,) + (None,) * 12, {}),
+    ]
+    for more, named in wrong:
+        with pytest.raises(TypeError, match="positional arguments but|unexpected keyword"):
+            LayerContext(*arguments().values(), *more, **named)
+
+
 def test_a_context_without_scaling() -> None:
     with pytest.raises(TypeError, match="attention"):
         LayerContext(**arguments())  # type: ignore[call-arg]

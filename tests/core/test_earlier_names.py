@@ -118,7 +118,7 @@ def test_a_saved_description_with_earlier_names() -> None:
         CachePolicy(
             WindowMaxPoolScorer(),
             PyramidSelector(retention_tokens=12),
-            StagedPropagation([VisualTokenPropagation(drop_layer=2, window_size=8)]),
+            StagedPropagation([VisualTokenPropagation(tsp_layer=2, window_size=8)]),
         ),
         CachePolicy(KeyNormScorer(), GQAGroupSelector(), PyramidPropagation()),
     ):

@@ -11,6 +11,7 @@ from kvpolicy import CachePolicy, DecodingEviction, KVSelector, PropagationPolic
 from kvpolicy.assignments import PartOption
 from kvpolicy.building import build_policy, compose
 from kvpolicy.description import describe, from_description
+from kvpolicy.evaluation.suite.earlier_names import present_call
 from kvpolicy.policies import (
     FastKV,
     FullContext,
@@ -32,7 +33,7 @@ KINDS = (Scorer, KVSelector, PropagationPolicy)
 PARTS = [each for each in CLASSES.values() if issubclass(each, KINDS)]
 BASES = ("Method", "EvictionMethod")  # which build no parts
 # What a part wraps, or its one main number.
-MAIN = ("scorer", "scorers", "selector", "stages", "retention_rate", "tsp_rate", "visual_rate")
+MAIN = ("scorer", "scorers", "selector", "stages", "retention_rate", "tsp_rate")
 MAIN_OF_FEW = ("mass", "window_size")
 SCORER = KeyNormScorer()
 SELECTOR = GQAGroupSelector(retention_tokens=9)
@@ -143,6 +144,18 @@ RENAMED_ARGUMENTS: list[tuple[Any, str, str, Any]] = [
     (policies.BlockProductScorer, "unit_size", "chunk_size", 5),
     (policies.BlockProductScorer, "block_units", "block_chunks", 5),
     (policies.BlockMassPropagation, "block_size", "chunk_size", 5),
+    (policies.BlockMassPropagation, "drop_layers", "tsp_layers", (1, 3)),
+    (policies.AgreementPropagation, "drop_layers", "tsp_layers", (1, 3)),
+    (policies.VisualTokenPropagation, "drop_layer", "tsp_layer", 3),
+    (policies.VisualTokenPropagation, "visual_rate", "tsp_rate", 0.25),
+    (policies.FastV, "drop_layer", "tsp_layer", 3),
+    (policies.FastV, "visual_rate", "tsp_rate", 0.25),
+    (policies.LazyLLM, "drop_layers", "tsp_layers", (1, 3)),
+    (policies.LazyLLM, "keep_rate", "tsp_rate", 0.25),
+    (policies.SlimInfer, "unit_size", "chunk_size", 5),
+    (policies.SlimInfer, "block_units", "block_chunks", 5),
+    (policies.UniPrefill, "drop_layers", "tsp_layers", (1, 3)),
+    (policies.UniPrefill, "block_size", "chunk_size", 5),
     (policies.BlockMassPropagation, "num_sinks", "protect", 5),
     (policies.PyramidPropagation, "num_sinks", "protect", 5),
 ]
@@ -157,6 +170,7 @@ def test_an_argument_under_its_earlier_name(kind: Any, old: str, new: str, value
     with pytest.warns(DeprecationWarning, match=rf"\.{old} is deprecated, use {new}"):
         assert getattr(present, old) == value
     assert old not in inspect.signature(kind).parameters
+    assert present_call(repr(present).replace(f"{new}=", f"{old}=")) == repr(present)
     fields = describe(present)
     fields["fields"][old] = fields["fields"].pop(new)
     if issubclass(kind, CachePolicy):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from kvpolicy.evaluation.commands.check import CheckOptions
 from kvpolicy.evaluation.commands.work.terminal import load_shown
+from kvpolicy.evaluation.refusals import in_users_words
 from kvpolicy.registry import build, registered
 
 if TYPE_CHECKING:
@@ -68,23 +68,4 @@ def refusal(found: ModelCheck, name: str, context: int) -> str | None:
         reason = found.refusal_of(policy, context)
     except (TypeError, ValueError) as error:  # one of another package may need arguments
         reason = str(error)
-    if reason is None:
-        return None
-    said = re.sub(r"\[(\d+(?:, \d+)*)\]", r"\1", _without_arguments(reason))
-    if policy is not None:
-        for part in (policy, policy.scorer, policy.selector, policy.propagation):
-            said = re.sub(rf"\b{type(part).__name__}\b", name, said)
-    return " ".join(said.split())
-
-
-def _without_arguments(text: str) -> str:
-    """Cut what stands in parentheses directly behind the name of a class."""
-    written, depth = "", 0
-    for character in text:
-        if character == "(" and (depth or re.search(r"\b[A-Z]\w*$", written)):
-            depth += 1
-        if not depth:
-            written += character
-        if character == ")" and depth:
-            depth -= 1
-    return written
+    return None if reason is None else in_users_words(reason, policy, name)

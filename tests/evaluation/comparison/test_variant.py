@@ -3,7 +3,6 @@
 import inspect
 from typing import Any
 
-import attrs
 import pytest
 
 from kvpolicy import CachePolicy, registry
@@ -13,7 +12,7 @@ from kvpolicy.evaluation import build_policy, variants
 from kvpolicy.evaluation.comparison.chosen import chosen_variants
 from kvpolicy.evaluation.comparison.variant import takes
 from kvpolicy.evaluation.options import PolicyOptions
-from kvpolicy.policies import ChunkKV, FastKV, FullContext, SnapKV, StreamingLLM
+from kvpolicy.policies import ChunkKV, FastKV, FastV, FullContext, LazyLLM, SnapKV, StreamingLLM
 from kvpolicy.renamed import EarlierWordWarning
 
 
@@ -31,8 +30,14 @@ def test_names_may_have_dashes_and_repeat() -> None:
     assert [each.label for each in found] == ["full_context", "streamingllm 0.1"]
 
 
-def test_tsp_layer_goes_to_those_that_have_one() -> None:
-    fast, snap = variants(["fastkv", "snapkv"], rates=[0.1], tsp_layer=3)
+def test_tsp_layer_goes_to_those_that_leave_it_open() -> None:
+    """FastV's own is a fixed one, near the first layer of any model."""
+    fast, snap, image = variants(["fastkv", "snapkv", "fastv"], rates=[0.1], tsp_layer=3)
+    assert image.policy == FastV(tsp_layer=1)
+    (image,) = chosen_variants(PolicyOptions(names=("fastv",)), [0.1], tsp_layer=3)
+    assert image.policy == FastV(tsp_layer=1)
+    told = PolicyOptions(names=("fastv",), assignments={"tsp_layer": 2})
+    assert chosen_variants(told, [0.1], tsp_layer=3)[0].policy == FastV(tsp_layer=2)
     assert fast.policy == FastKV(tsp_layer=3, retention_rate=0.1)
     assert fast.parameters == {"retention_rate": 0.1, "tsp_layer": 3}
     assert snap.parameters == {"retention_rate": 0.1}
@@ -98,5 +103,19 @@ def test_arguments_of_the_earlier_version_on_a_command_line() -> None:
     with pytest.warns(EarlierWordWarning, match="chunk_length of ChunkKV is deprecated, use chunk"):
         found = chosen_variants(options, [0.2])
     assert [each.policy for each in found] == [ChunkKV(0.2, chunk_size=5), SnapKV(0.2)]
+    given = {"drop_layer": 2, "drop_layers": [1], "keep_rate": 0.5}
+    options = PolicyOptions(names=("fastv", "lazyllm"), assignments=given)
+    with pytest.warns(EarlierWordWarning, match="is deprecated, use tsp_") as told:
+        image, lazy = chosen_variants(options, [0.2])
+    assert (image.policy, lazy.policy) == (
+        FastV(tsp_layer=2),
+        LazyLLM(tsp_layers=[1], tsp_rate=0.5),
+    )
+    assert {str(each.message) for each in told} == {
+        "drop_layer of FastV is deprecated, use tsp_layer",
+        "drop_layers of LazyLLM is deprecated, use tsp_layers",
+        "keep_rate of LazyLLM is deprecated, use tsp_rate",
+    }
+    options = PolicyOptions(names=("snapkv",), assignments={"chunk_length": 5})
     with pytest.raises(ValueError, match="--set chunk_length must name a parameter of a chosen"):
-        chosen_variants(attrs.evolve(options, names=("snapkv",)), [0.2])
+        chosen_variants(options, [0.2])

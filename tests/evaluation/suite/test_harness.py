@@ -18,6 +18,7 @@ from kvpolicy.integrations.lm_eval import PolicyLM
 from kvpolicy.policy import CachePolicy
 from tests.evaluation.suite.tasks import TASKS
 from tests.integrations.lm_eval.support import char_tokenizer, documents, local_task
+from tests.integrations.model.builds.catalogue import builds
 from tests.reference import VOCAB_SIZE, tiny_model
 
 LENGTHS = [128, 192]
@@ -190,6 +191,21 @@ def test_a_policy_that_cannot_be_applied(loaded: Loaded) -> None:
     asking = runner(loaded, {**full, "fastkv 0.1": policy}, "needle_words")
     with pytest.raises(ValueError, match="9"):
         asking.documents()
+
+
+def test_a_refusal_in_the_words_of_the_command_line(tmp_path: Path) -> None:
+    """Every layer of the model sees a window of 16 tokens."""
+    model = builds()["ministral"].model()
+    chosen = variants(["full_context", "gemfilter"], [0.1])
+    tasks = manager().load([local_task(tmp_path, "generate_until", documents(2))])["tasks"]
+    policies = {each.label: each.policy for each in chosen}
+    asking = HarnessRunner(Loaded("tiny", model, char_tokenizer()), tasks, policies)
+    with pytest.raises(ValueError, match=r"^gemfilter 0\.1 cannot be applied to tiny: ") as error:
+        asking.documents()
+    reason = str(error.value).partition(": ")[2]
+    assert "where gemfilter 0.1 restarts the prefill" in reason
+    assert "GemFilter" not in reason
+    assert "(" not in reason
 
 
 def test_depth_of_a_needle_by_hand() -> None:

@@ -319,7 +319,7 @@ def test_choosing_before_the_end_would_change_results(name: str) -> None:
 
 
 def test_the_page_names_every_method() -> None:
-    page = (Path(__file__).parents[3] / "docs/use.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/memory.md").read_text()
     section = page.split("### Between the chunks of a prompt")[1].split("\n## ")[0]
     rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
     methods = [type(kvpolicy.build(name)).__name__ for name in kvpolicy.registered("policy")]

@@ -113,12 +113,12 @@ def test_rows_of_one_length_drop_in_both_turns(name: str) -> None:
 
 STAGED: dict[str, tuple[CachePolicy, Method]] = {
     "sliminfer": (
-        SlimInfer(tsp_rate=0.2, unit_size=2, block_units=2),
+        SlimInfer(tsp_rate=0.2, chunk_size=2, block_chunks=2),
         reference.SlimInfer(
             ((0, 0.8), (2, 0.4), (4, 0.2)), 4, protect=4, unit_size=2, block_units=2
         ),
     ),
-    "lazyllm": (LazyLLM(keep_rate=0.6), reference.LazyLLM(((0, 0.6), (2, 0.6**2), (4, 0.6**3)))),
+    "lazyllm": (LazyLLM(tsp_rate=0.6), reference.LazyLLM(((0, 0.6), (2, 0.6**2), (4, 0.6**3)))),
 }
 
 

@@ -96,11 +96,11 @@ def suited(policy_name: str, model: PreTrainedModel) -> CachePolicy:
     first = full[0] if full else 0
     dropping: dict[str, dict[str, Any]] = {
         "claa": {"tsp_layer": first, "retention_rate": 0.3, "tsp_rate": 0.5, "whole_layers": 1},
-        "uniprefill": {"drop_layers": full[:2] or [0], "mass": 0.6, "block_size": 4}
+        "uniprefill": {"tsp_layers": full[:2] or [0], "mass": 0.6, "chunk_size": 4}
         | {"num_sinks": 2, "window_size": 3},
         "promptdistill": {"tsp_layer": first, "tsp_rate": 0.4},
         "spirekv": {"tsp_layer": first, "retention_rate": 0.3, "tsp_rate": 0.5},
-        "lazyllm": {"drop_layers": full[:2] or [0], "keep_rate": 0.6},
+        "lazyllm": {"tsp_layers": full[:2] or [0], "tsp_rate": 0.6},
     }
     if policy_name in dropping:
         return factory(**dropping[policy_name])

@@ -191,16 +191,16 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         reference.CriticalKV(0.3, 4, 3, first_share=0.6),
     ),
     "uniprefill": (
-        UniPrefill(drop_layers=[0, 2], mass=0.7, block_size=5, num_sinks=3, window_size=6),
+        UniPrefill(tsp_layers=[0, 2], mass=0.7, chunk_size=5, num_sinks=3, window_size=6),
         reference.UniPrefill((0, 2), 0.7, block_size=5, num_sinks=3, window_size=6),
     ),
     "promptdistill": (PromptDistill(tsp_rate=0.4), reference.PromptDistill(((0, 0.4),))),
     "lazyllm": (
-        LazyLLM(keep_rate=0.6),
+        LazyLLM(tsp_rate=0.6),
         reference.LazyLLM(((0, 0.6), (1, 0.6**2), (2, 0.6**3))),
     ),
     "sliminfer": (
-        SlimInfer(tsp_rate=0.2, unit_size=2, block_units=2),
+        SlimInfer(tsp_rate=0.2, chunk_size=2, block_chunks=2),
         reference.SlimInfer(
             ((0, 0.8), (1, 0.4), (2, 0.2)), 4, protect=4, unit_size=2, block_units=2
         ),

@@ -139,11 +139,10 @@ def test_only_tokens_of_images_are_dropped(method: str, name: str, rows: tuple[i
     """By the kinds of tokens that the policy is shown, in both turns."""
     family = FAMILIES[name]
     stages = {1: 0.5} if method == "fastv" else {0: 0.5, 2: 0.5}
-    policy: CachePolicy = FastV(visual_rate=0.5)
+    policy: CachePolicy = FastV(tsp_rate=0.5)
     if method == "pyramid_drop":
         parts = [
-            VisualTokenPropagation(drop_layer=layer, visual_rate=rate)
-            for layer, rate in stages.items()
+            VisualTokenPropagation(tsp_layer=layer, tsp_rate=rate) for layer, rate in stages.items()
         ]
         policy = CachePolicy(LastQueryScorer(), KeepAllSelector(), StagedPropagation(parts))
     prompts = prompts_of(name, rows, turns=2)

@@ -23,19 +23,19 @@ CASES: list[tuple[CachePolicy, Method, int]] = [
     ),
     (LazyLLM(), reference.LazyLLM(((1, 0.7), (3, 0.49), (6, 0.343))), 8),
     (
-        LazyLLM(keep_rate=0.5, drop_layers=[4, 0], protect=2),
+        LazyLLM(tsp_rate=0.5, tsp_layers=[4, 0], protect=2),
         reference.LazyLLM(((0, 0.5), (4, 0.25)), protect=2),
         8,
     ),
     (
-        SlimInfer(tsp_rate=0.15, unit_size=2, block_units=3),
+        SlimInfer(tsp_rate=0.15, chunk_size=2, block_chunks=3),
         reference.SlimInfer(
             ((1, 0.6), (4, 0.3), (6, 0.15)), 4, protect=6, unit_size=2, block_units=3
         ),
         8,
     ),
     (
-        UniPrefill(drop_layers=[2, 5], mass=0.7, block_size=4, num_sinks=3, window_size=6),
+        UniPrefill(tsp_layers=[2, 5], mass=0.7, chunk_size=4, num_sinks=3, window_size=6),
         reference.UniPrefill((2, 5), 0.7, 4, num_sinks=3, window_size=6),
         8,
     ),
@@ -94,11 +94,11 @@ def test_one_rate_is_kept_and_goes_on() -> None:
     [
         (lambda: CLAA(tsp_rate=0.05), ValueError, "retention_rate must not exceed tsp_rate"),
         (lambda: CLAA(tsp_rate=0.2, tsp_tokens=9), ValueError, "exactly one of tsp_rate and"),
-        (lambda: LazyLLM(drop_layers=[2, 2]), ValueError, "drop_layers must be at least one"),
-        (lambda: LazyLLM(keep_rate=1.2), ValueError, r"keep_rate must be in \(0, 1\], got 1.2"),
+        (lambda: LazyLLM(tsp_layers=[2, 2]), ValueError, "tsp_layers must be at least one"),
+        (lambda: LazyLLM(tsp_rate=1.2), ValueError, r"tsp_rate must be in \(0, 1\], got 1.2"),
         (lambda: LazyLLM().check_model(3), ValueError, "take a model of at least 4 layers"),
         (lambda: SlimInfer(tsp_rate=0.2, tsp_tokens=9), ValueError, "exactly one of tsp_rate"),
-        (lambda: SlimInfer(block_units=0), ValueError, "block_units must be at least 1"),
+        (lambda: SlimInfer(block_chunks=0), ValueError, "block_chunks must be at least 1"),
     ],
 )
 def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:

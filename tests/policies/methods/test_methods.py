@@ -500,8 +500,8 @@ def test_bad_parameters_of_pyramid_infer(build: Any, error: type[Exception], mes
         (lambda: Repetition(later_ids=3), "later_ids must be a sequence of token ids, got 3"),
         (lambda: Repetition(answer_ids=3), "answer_ids must be a sequence of token ids, got 3"),
         (
-            lambda: UniPrefill(drop_layers=torch.tensor(3)),
-            "drop_layers must be a sequence of layer indices",
+            lambda: UniPrefill(tsp_layers=torch.tensor(3)),
+            "tsp_layers must be a sequence of layer indices",
         ),
         (lambda: StagedPropagation(torch.tensor(3)), "stages must be a sequence of Propagation"),
         (lambda: SumScorer(torch.tensor(3)), "scorers must be a sequence of Scorer"),

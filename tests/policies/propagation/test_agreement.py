@@ -107,16 +107,16 @@ def test_layers_and_rates() -> None:
     assert part.acting_layers(1) == frozenset()
     assert sorted(part.placed(12, [0, 3, 4, 8, 11]).acting_layers(12)) == [3, 4]
     assert sorted(part.placed(12, [0, 8, 11]).acting_layers(12)) == [8]
-    named = attrs.evolve(part, drop_layers=(2, 5))
+    named = attrs.evolve(part, tsp_layers=(2, 5))
     assert named.placed(12, [1, 4]) is named
-    with pytest.raises(ValueError, match=r"drop_layers must be in \[1, 4\]"):
+    with pytest.raises(ValueError, match=r"tsp_layers must be in \[1, 4\]"):
         named.acting_layers(5)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"drop_layers": (0, 2)}, "drop_layers must be at least 1"),
+        ({"tsp_layers": (0, 2)}, "tsp_layers must be at least 1"),
         ({"agreement": 1.5}, "agreement"),
         ({"window_size": 0}, "window_size"),
         ({"tsp_rate": 0.2, "tsp_tokens": 3}, "tsp_tokens"),

@@ -53,7 +53,7 @@ def passed_on(part: BlockMassPropagation, saliency: Tensor, context: LayerContex
 
 def part_of(mass: float, num_sinks: int = 0, window_size: int = 1) -> BlockMassPropagation:
     return BlockMassPropagation(
-        drop_layers=(1,), mass=mass, chunk_size=2, protect=num_sinks, window_size=window_size
+        tsp_layers=(1,), mass=mass, chunk_size=2, protect=num_sinks, window_size=window_size
     )
 
 
@@ -103,7 +103,7 @@ def test_against_slow_loops_in_padded_rows(mass: float, block_size: int) -> None
     lens = (41, 17, 3, 30)
     context = attrs.evolve(random_layer(block_size, lens, query_len=5), num_layers=3)
     part = BlockMassPropagation(
-        drop_layers=(1,), mass=mass, chunk_size=block_size, protect=2, window_size=5
+        tsp_layers=(1,), mass=mass, chunk_size=block_size, protect=2, window_size=5
     )
     method = reference.UniPrefill((1,), mass, block_size, num_sinks=2, window_size=5)
     policy = CachePolicy(WindowAttentionScorer(5), KeepAllSelector(), part)
@@ -129,7 +129,7 @@ def test_open_layers_take_the_nearest_that_can_drop() -> None:
     assert placed.acting_layers(48) == {11, 17, 23, 29, 35, 41}
     every_fourth = BlockMassPropagation().placed(48, range(3, 48, 4))
     assert every_fourth.acting_layers(48) == {11, 19, 23, 31, 35, 43}
-    assert BlockMassPropagation(drop_layers=(2,)).placed(4, [1]).acting_layers(4) == {2}
+    assert BlockMassPropagation(tsp_layers=(2,)).placed(4, [1]).acting_layers(4) == {2}
 
 
 def test_how_much_goes_on_is_not_known_beforehand() -> None:
@@ -142,14 +142,14 @@ def test_how_much_goes_on_is_not_known_beforehand() -> None:
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (lambda: UniPrefill(drop_layers=3), TypeError, "drop_layers must be a sequence of layer"),
-        (lambda: UniPrefill(drop_layers=()), ValueError, "drop_layers must be at least one layer"),
-        (lambda: UniPrefill(drop_layers=[1, 1]), ValueError, "each once, got"),
-        (lambda: UniPrefill(drop_layers=[1.5]), TypeError, "drop_layers must be an int, got 1.5"),
+        (lambda: UniPrefill(tsp_layers=3), TypeError, "tsp_layers must be a sequence of layer"),
+        (lambda: UniPrefill(tsp_layers=()), ValueError, "tsp_layers must be at least one layer"),
+        (lambda: UniPrefill(tsp_layers=[1, 1]), ValueError, "each once, got"),
+        (lambda: UniPrefill(tsp_layers=[1.5]), TypeError, "tsp_layers must be an int, got 1.5"),
         (
-            lambda: UniPrefill(drop_layers=[9]).check_model(4),
+            lambda: UniPrefill(tsp_layers=[9]).check_model(4),
             ValueError,
-            r"drop_layers must be in \[0, 3\]",
+            r"tsp_layers must be in \[0, 3\]",
         ),
         (lambda: UniPrefill(mass=0.0), ValueError, r"mass must be in \(0, 1\], got 0"),
         (
@@ -167,9 +167,9 @@ def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None
 @pytest.mark.parametrize(
     "part",
     [
-        BlockMassPropagation(drop_layers=(2, 5), mass=0.5, chunk_size=4, protect=3, window_size=2),
-        BlockMassPropagation(drop_layers=(2,), mass=0.9, chunk_size=1, protect=0, window_size=1),
-        BlockMassPropagation(drop_layers=(0,), mass=0.3, chunk_size=7, protect=0, window_size=1),
+        BlockMassPropagation(tsp_layers=(2, 5), mass=0.5, chunk_size=4, protect=3, window_size=2),
+        BlockMassPropagation(tsp_layers=(2,), mass=0.9, chunk_size=1, protect=0, window_size=1),
+        BlockMassPropagation(tsp_layers=(0,), mass=0.3, chunk_size=7, protect=0, window_size=1),
     ],
     ids=str,
 )

@@ -57,9 +57,7 @@ SALIENCY = torch.tensor([[[0.0, 0.3, 0.1, 0.2, 0.0, 0.4, 0.0, 0.0]]])
 )
 def test_on_paper(rate: float, expected: list[int]) -> None:
     kinds = [[TEXT, IMAGE, IMAGE, IMAGE, TEXT, VIDEO, AUDIO, TEXT]]
-    passed = VisualTokenPropagation(drop_layer=1, visual_rate=rate).propagate(
-        SALIENCY, layer_of(kinds)
-    )
+    passed = VisualTokenPropagation(tsp_layer=1, tsp_rate=rate).propagate(SALIENCY, layer_of(kinds))
     assert passed is not None
     assert passed.tolist() == [expected]
 
@@ -67,7 +65,7 @@ def test_on_paper(rate: float, expected: list[int]) -> None:
 def test_the_window_goes_on_and_counts() -> None:
     """The last two image tokens go on whatever they score, and are the half of four."""
     kinds = [[TEXT, IMAGE, IMAGE, TEXT, TEXT, TEXT, IMAGE, IMAGE]]
-    passed = VisualTokenPropagation(drop_layer=1, visual_rate=0.5, window_size=2).propagate(
+    passed = VisualTokenPropagation(tsp_layer=1, tsp_rate=0.5, window_size=2).propagate(
         SALIENCY, layer_of(kinds)
     )
     assert passed is not None
@@ -78,7 +76,7 @@ def test_the_window_goes_on_and_counts() -> None:
 def test_nothing_to_drop(kinds: Any) -> None:
     """Text only; and a later turn without an image, whose earlier ones are held as they are."""
     assert (
-        VisualTokenPropagation(drop_layer=1, visual_rate=0.1).propagate(
+        VisualTokenPropagation(tsp_layer=1, tsp_rate=0.1).propagate(
             SALIENCY, layer_of(kinds, new=3)
         )
         is None
@@ -88,7 +86,7 @@ def test_nothing_to_drop(kinds: Any) -> None:
 def test_stages_multiply() -> None:
     """A half, then a half of what is left: 8 image tokens, 4, 2."""
     stages = StagedPropagation(
-        [VisualTokenPropagation(drop_layer=layer, visual_rate=0.5) for layer in (0, 1)]
+        [VisualTokenPropagation(tsp_layer=layer, tsp_rate=0.5) for layer in (0, 1)]
     )
     saliency = torch.arange(9.0)[None, None]
     kinds = torch.tensor([[[IMAGE] * 8 + [TEXT]]], dtype=torch.int8)
@@ -160,7 +158,7 @@ def slow_fastv(context: LayerContext, row: int, rate: float) -> tuple[list[int],
 @given(context=layer_contexts(None), rate=st.sampled_from([0.1, 0.5, 0.8]))
 def test_fastv_is_what_loops_give(context: LayerContext, rate: float) -> None:
     context = attrs.evolve(context, layer_idx=1, num_layers=5)
-    decision = FastV(visual_rate=rate).decide(context)
+    decision = FastV(tsp_rate=rate).decide(context)
     for row in range(context.batch):
         expected, gap = slow_fastv(context, row, rate)
         assume(gap > 1e-5)
@@ -176,7 +174,7 @@ def test_fastv_is_what_loops_give(context: LayerContext, rate: float) -> None:
 def test_all_text_goes_on(data: st.DataObject, context: LayerContext) -> None:
     saliency: Tensor = data.draw(saliencies(context))
     context = attrs.evolve(context, layer_idx=1, num_layers=5)
-    passed = VisualTokenPropagation(drop_layer=1, visual_rate=0.01).propagate(saliency, context)
+    passed = VisualTokenPropagation(tsp_layer=1, tsp_rate=0.01).propagate(saliency, context)
     text = context.is_new_kind(TEXT)
     assert torch.equal(text | context.is_new_kind(IMAGE), context.new_valid)
     if passed is None:
@@ -186,7 +184,7 @@ def test_all_text_goes_on(data: st.DataObject, context: LayerContext) -> None:
 
 
 def test_pyramid_drop_is_a_composition() -> None:
-    stages = [VisualTokenPropagation(drop_layer=layer, visual_rate=0.5) for layer in (7, 15, 23)]
+    stages = [VisualTokenPropagation(tsp_layer=layer, tsp_rate=0.5) for layer in (7, 15, 23)]
     policy = CachePolicy(LastQueryScorer(), KeepAllSelector(), StagedPropagation(stages))
     policy.check_model(32)
     assert policy.propagation.acting_layers(32) == {7, 15, 23}
@@ -200,18 +198,18 @@ def test_text_has_the_rate_of_the_full_context() -> None:
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (lambda: FastV(visual_rate=0.0), ValueError, r"visual_rate must be in \(0, 1\], got 0.0"),
-        (lambda: FastV(drop_layer=-1), ValueError, "drop_layer must be at least 0, got -1"),
-        (lambda: FastV(drop_layer="2"), TypeError, "drop_layer must be an int, got '2'"),
+        (lambda: FastV(tsp_rate=0.0), ValueError, r"tsp_rate must be in \(0, 1\], got 0.0"),
+        (lambda: FastV(tsp_layer=-1), ValueError, "tsp_layer must be at least 0, got -1"),
+        (lambda: FastV(tsp_layer="2"), TypeError, "tsp_layer must be an int, got '2'"),
         (
             lambda: VisualTokenPropagation(window_size=0),
             ValueError,
             "window_size must be at least 1",
         ),
         (
-            lambda: FastV(drop_layer=4).check_model(4),
+            lambda: FastV(tsp_layer=4).check_model(4),
             ValueError,
-            r"drop_layer must be in \[0, 3\] for a model of 4 layers, got 4",
+            r"tsp_layer must be in \[0, 3\] for a model of 4 layers, got 4",
         ),
     ],
 )
