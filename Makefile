@@ -22,7 +22,8 @@ OLDEST_CASES := $(if $(CI),,--quick)
 
 .PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest bench pictures \
 	bench-scaling bench-chunks bench-decode bench-decoding bench-overhead bench-long-answers bench-gpu bench-prefill bench-sessions \
-	bench-kvpress bench-unequal-heads families transformers-tests vllm-tests bench-vllm package format clean
+	bench-kvpress bench-unequal-heads families transformers-tests vllm-tests bench-vllm package docs tutorials \
+	format clean
 
 compare: $(VENV)/installed
 	$(BIN)/kvpolicy compare --out results/compare $(ARGS)
@@ -188,6 +189,20 @@ $(KVPRESS)/installed: benchmarks/kvpress/constraints.txt
 
 bench-kvpress: $(VENV)/installed $(KVPRESS)/installed
 	$(BIN)/python benchmarks/kvpress/compare.py --kvpress-python $(KVPRESS)/bin/python $(ARGS)
+
+$(VENV)/docs-installed: $(VENV)/installed
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
+
+# The documentation site, into results/site. Warnings are errors; then every link is followed.
+docs: $(VENV)/docs-installed
+	rm -rf results/site
+	$(BIN)/python -m sphinx -b html -q -W --keep-going -j auto -d build/site $(ARGS) docs results/site
+	$(BIN)/python -m docs._site.check_links results/site
+
+# The notebooks again, with what they print.
+tutorials: $(VENV)/installed
+	$(BIN)/python -m docs._site.tutorials
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .

@@ -28,7 +28,7 @@ HIDDEN = 13
 def layer_contexts(
     num_queries: int | None = None, part: Part | None = None
 ) -> st.SearchStrategy[LayerContext]:
-    """Return a hypothesis strategy that draws random `LayerContext`s, to test policy parts with.
+    """Return a hypothesis strategy that draws `LayerContext` objects, to test policy parts with.
 
     Args:
         num_queries: Trailing queries to show, as `Scorer.num_queries`.
