@@ -11,7 +11,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 project = PROJECT["name"]
 version = release = PROJECT["version"]
 author = "the kvpolicy authors"
-copyright = author  # noqa: A001 -- Sphinx's name
+copyright = author
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
@@ -29,8 +29,6 @@ myst_enable_extensions = ["deflist", "colon_fence"]
 myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
 nb_execution_mode = "off"  # notebooks are stored with their outputs; a test runs them again
-# The library that draws diagrams in the reader's browser.
-mermaid_version = "11.12.1"
 
 # A name in single backticks in a docstring becomes a link if it is public.
 default_role = "py:obj"
@@ -55,4 +53,8 @@ html_theme_options = {
     "source_directory": "docs/",
 }
 copybutton_exclude = ".linenos, .gp, .go"
-pygments_style = "default"
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+smartquotes_action = "D"  # dashes alone
+mermaid_height = "auto"
+mermaid_fullscreen = False

@@ -47,12 +47,19 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 # Run by other tests, or nowhere: by how a line begins.
-ELSEWHERE = ("torchrun ", "python benchmarks/", "python -m benchmarks.", "python -m training.")
+ELSEWHERE = (
+    "torchrun ",
+    "python benchmarks/",
+    "python docs/examples/",
+    "python -m benchmarks.",
+    "python -m training.",
+)
 HARNESS = "python -m kvpolicy.integrations.lm_eval"
 
 GIVEN = {
     "PATH": "model",
     "MODEL": "model",
+    "my-model": "model",
     "SMALL": "model",
     "DIR": "made",
     "my_scorer": "last_query",

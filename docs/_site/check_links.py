@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from docs._site.repository_links import ROOT, repository
+from docs._site.repository import ROOT, repository
 
 HEADING = re.compile(r"^#{1,6} +(.*?) *#*$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

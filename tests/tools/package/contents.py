@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 # About where the repository is kept, and of no use without it.
-HOSTING = (".ci/", ".github/", ".gitignore", ".pre-commit-config.yaml")
+HOSTING = (".ci/", ".github/", ".gitignore", ".pre-commit-config.yaml", ".readthedocs.yaml")
 # What setuptools adds.
 ADDED = ("PKG-INFO", "setup.cfg", "kvpolicy.egg-info/")
 
