@@ -24,7 +24,6 @@ COLUMNS = {
 }
 # Methods that take no rate stand in the rows of the lowest rate.
 LOWEST = {("needle", "with"): 0.01, ("words", "with"): 0.05, ("needle", "later"): 0.05}
-WHOLE = {"held": "held", "prefill": "work"}
 CORNER = "[per cent right](../front.md#the-tables-of-the-method-pages)"
 HEAD = re.compile(rf"^\| {re.escape(CORNER)} \|.*\n(?:\|.*\n)+", re.MULTILINE)
 
@@ -75,7 +74,7 @@ def without_rate(rows: dict[str, list[dict[str, Any]]], method: str) -> str:
     ]
     for name, needles, words in ((method, 0.01, 0.05), ("fastkv", 0.02, 0.1)):
         chosen = [r for r in rows[name] if r["mode"] == "with" and r["rate"] in (needles, words)]
-        held, work = (percents(chosen, field) for field in WHOLE.values())
+        held, work = (percents(chosen, field) for field in ("held", "work"))
         scores = [
             accuracy(rows[name], task, "with", rate)
             for task, rate in (("needle", needles), ("words", words))
@@ -98,18 +97,14 @@ def label(name: str) -> str:
 
 
 def page_of(method: str) -> Path:
-    """The page of a method, found by its heading's class in the example."""
+    """The page of a method: the one whose example builds it."""
     made = f"PolicyCache({registered('policy')[method].__name__}("
     return next(page for page in sorted(PAGES.glob("*.md")) if made in page.read_text("utf-8"))
 
 
 if __name__ == "__main__":
-    for page in sorted(PAGES.glob("*.md")):
+    for name in registered("policy"):
+        page = page_of(name)
         text = page.read_text(encoding="utf-8")
-        for method, factory in registered("policy").items():
-            mark = "{{" + factory.__name__ + "}}\n"
-            if mark in text:
-                text = text.replace(mark, table(method))
-            elif page.name != "README.md" and HEAD.search(text) and page == page_of(method):
-                text = HEAD.sub(lambda _, method=method: table(method), text)
-        page.write_text(text, encoding="utf-8")
+        if HEAD.search(text):
+            page.write_text(HEAD.sub(table(name), text), encoding="utf-8")
