@@ -8,6 +8,7 @@ OLDEST_TRANSFORMERS := 5.17.0
 KVPRESS := .venv-kvpress
 TRANSFORMERS_TESTS := .venv-transformers
 VLLM := .venv-vllm
+PACKAGE := .venv-package
 TRANSFORMERS ?=
 ARGS ?=
 FUZZ_MINUTES ?= 10
@@ -21,7 +22,7 @@ OLDEST_CASES := $(if $(CI),,--quick)
 
 .PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest bench pictures \
 	bench-scaling bench-chunks bench-decode bench-decoding bench-overhead bench-long-answers bench-gpu bench-prefill bench-sessions \
-	bench-kvpress bench-unequal-heads families transformers-tests vllm-tests bench-vllm docs tutorials \
+	bench-kvpress bench-unequal-heads families transformers-tests vllm-tests bench-vllm package docs tutorials \
 	format clean
 
 compare: $(VENV)/installed
@@ -116,6 +117,28 @@ vllm-tests: $(VLLM)/installed
 bench-vllm: $(VLLM)/installed
 	$(VLLM)/bin/python -m benchmarks.vllm $(ARGS)
 
+$(PACKAGE)/installed: tests/tools/package/constraints.txt
+	$(PYTHON) -m venv $(PACKAGE)
+	$(PACKAGE)/bin/pip install --quiet -c $< build twine cffconvert
+	touch $@
+
+# An sdist, the wheel that is built from it, and that wheel in an environment that has nothing else,
+# first without extras. An earlier list of sources would hide what the sdist lacks.
+package: $(PACKAGE)/installed
+	rm -rf dist build kvpolicy.egg-info $(PACKAGE)/empty
+	$(PACKAGE)/bin/python -m build > $(PACKAGE)/build.log 2>&1 || { cat $(PACKAGE)/build.log; exit 1; }
+	! grep -A 20 'Warning: ' $(PACKAGE)/build.log
+	$(PACKAGE)/bin/twine check --strict dist/*
+	$(PACKAGE)/bin/cffconvert --validate
+	$(PACKAGE)/bin/python tests/tools/package/contents.py dist
+	$(PYTHON) -m venv $(PACKAGE)/empty
+	$(PACKAGE)/empty/bin/pip install --quiet -c constraints.txt torch
+	$(PACKAGE)/empty/bin/pip install --quiet -c constraints.txt dist/*.whl
+	$(PACKAGE)/empty/bin/python -I tests/tools/package/installed.py core
+	$(PACKAGE)/empty/bin/pip install --quiet -c constraints.txt "$$(echo dist/*.whl)[cli]"
+	$(PACKAGE)/empty/bin/python -I tests/tools/package/installed.py cli
+	rm -rf $(PACKAGE)/empty
+
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/methods.py $(ARGS)
 
@@ -123,6 +146,7 @@ bench: $(VENV)/installed
 pictures: $(VENV)/installed
 	$(BIN)/python benchmarks/needle.py
 	$(BIN)/python benchmarks/methods.py --show benchmarks/results/methods.json
+	$(BIN)/python benchmarks/benefit.py
 
 bench-scaling: $(VENV)/installed
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
@@ -185,4 +209,4 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KVPRESS) $(TRANSFORMERS_TESTS) $(VLLM) build results
+	rm -rf $(VENV) $(OLDEST) $(KVPRESS) $(TRANSFORMERS_TESTS) $(VLLM) $(PACKAGE) build dist results

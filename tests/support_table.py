@@ -1,6 +1,6 @@
-"""The tables of model families, made from what `make families` has found.
+"""The page of model families, made from what `make families` has found.
 
-``python -m tests.support_table`` writes docs/families.md; the README's table is `support_table()`.
+``python -m tests.support_table`` writes docs/families.md.
 """
 
 import json
@@ -15,28 +15,31 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "families.json"
 PAGE = ROOT / "docs" / "families.md"
 
-RIGHT = "every policy, padded rows too"
+RIGHT = "Every policy, also with padded rows"
 # Of attention that shows no queries: without padding, and with.
 UNSEEN = (
-    "policies that ask for no queries, rows without padding",
-    "policies that ask for no queries, padded rows too",
+    "Policies that need no queries, rows without padding",
+    "Policies that need no queries, also with padded rows",
 )
 # What the outcomes say, in a few words; the first that is found in a reason.
 REASONS = (
-    ("rows must not be padded", "every policy, rows without padding"),
-    ("once for a token", "refused: layers are run several times for a token"),
-    ("of columns", "refused: attention counts in columns, which a policy changes"),
-    ("depend on the columns", "refused: attention counts in columns, which a policy changes"),
-    ("must take past_key_values", "refused: the model takes no cache of Transformers' kind"),
-    ("FastKV", "policies that evict; such as drop tokens are refused"),
-    ("some layer must hold", "refused: no layer attends, so that there is nothing to choose"),
-    ("keeps it in the model itself", "refused: states are held in the model, not in its cache"),
-    ("compressed attention", "refused: layers hold compressed tokens, several to an entry"),
-    ("reference window", "refused: layers see a prompt whole, of an answer only a window"),
-    ("sparse", "refused: attention is sparse by blocks"),
-    ("self-check found", "refused: the self-check finds it wrong"),
-    ("text alone", "not judged: the model reads no prompt without an image"),
-    ("pixel_values", "not judged: the model reads no prompt without an image"),
+    ("rows must not be padded", "Every policy, rows without padding"),
+    ("once for a token", "Refused: layers run several times for each token"),
+    ("of columns", "Refused: attention depends on input columns, which a policy changes"),
+    (
+        "depend on the columns",
+        "Refused: attention depends on input columns, which a policy changes",
+    ),
+    ("must take past_key_values", "Refused: the model takes no cache of Transformers' kind"),
+    ("FastKV", "Policies that evict; policies that drop tokens are refused"),
+    ("some layer must hold", "Refused: no layer attends, so there is nothing to choose"),
+    ("keeps it in the model itself", "Refused: the model keeps its states outside the cache"),
+    ("compressed attention", "Refused: a cache entry holds several compressed tokens"),
+    ("reference window", "Refused: the prompt is seen whole, the answer through a window"),
+    ("sparse", "Refused: attention is sparse by blocks"),
+    ("self-check found", "Refused: the self-check finds different logits"),
+    ("text alone", "Not checked: the model reads no prompt without an image"),
+    ("pixel_values", "Not checked: the model reads no prompt without an image"),
 )
 # Those that a reader looks for first.
 _KNOWN = """
@@ -51,6 +54,16 @@ granitemoehybrid bamba jamba lfm2 lfm3 olmo_hybrid kimi_linear falcon_h1 zamba2 
 deepseek_v32 glm_moe_dsa llama4 mllama gemma3n_text gpt2 bert roberta
 """
 KNOWN = _KNOWN.split()
+SHOWN = (
+    "llama",
+    "mistral",
+    "qwen3",
+    "gemma3_text",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_next",
+    "llava",
+)
 
 
 def outcomes() -> list[dict[str, Any]]:
@@ -82,42 +95,57 @@ def _without_queries(found: Collection[str]) -> str | None:
 
 
 def support_table() -> str:
-    """Markdown: how many builds, which, and what works with them."""
+    """Markdown: how many builds, what works with them, and some of their names."""
     rows = []
     for said, names in groups().items():
-        shown = [name for name in names if name in KNOWN] if said == RIGHT else names[:4]
+        shown = [name for name in names if name in SHOWN] if said == RIGHT else sorted(names)[:4]
         more = len(names) - len(shown)
         others = f" and {more} more" if more else ""
-        rows.append(f"| {len(names)} | {', '.join(shown)}{others} | {said} |")
-    return "\n".join(["| builds | families | what works |", "|---|---|---|", *rows])
+        rows.append(f"| {len(names)} | {said} | {', '.join(shown)}{others} |")
+    return "\n".join(["| builds | what works | families |", "|---|---|---|", *rows])
 
 
 def page() -> str:
     """The page with all names."""
-    count = len(outcomes())
-    [f"| {len(names)} | {', '.join(sorted(names))} | {said} |" for said, names in groups().items()]
+    found = groups()
+    known = sorted(name for name in found[RIGHT] if name in KNOWN)
+    opening = (
+        "Which decoders of Transformers work with kvpolicy: of "
+        f"{len(outcomes())} builds, {len(found[RIGHT])} work with every policy. A build is a tiny "
+        "random model of a family; 20 are variants of other builds. `make families` compares each "
+        "build with its own dense attention under `FullContext`, `StreamingLLM`, `SnapKV` and "
+        "`FastKV`: one row and a left-padded pair, six decoded tokens. This page is generated from "
+        "the outcome."
+    )
+    checked = (
+        "There is no list of supported families. A model is taken apart into layers of known kinds "
+        "([kinds of layers](kinds.md) has the reasons for what is refused). The first cache that "
+        "meets an untested model checks it; `kvpolicy check MODEL` shows the outcome. "
+        "Vision-language models are also tested with images."
+    )
     lines = [
         "# Model families",
         "",
-        f"Transformers makes {count} builds of decoders, 20 of them variants of others, of which a",
-        "tiny random model can be made here. `make families` builds each one and holds it against",
-        "its own dense attention under `FullContext`, `StreamingLLM`, `SnapKV` and `FastKV`, one",
-        "row and a left-padded pair, over six decoded tokens. This page is made of what it found.",
+        textwrap.fill(opening, 100),
         "",
-        "No list decides: a model is taken apart into layers of known kinds, and one that is not",
-        "among the tested ones is checked on itself when a cache first meets it.",
-        "`kvpolicy check MODEL` shows the outcome.",
+        textwrap.fill(checked, 100),
         "",
-        "| builds | families | what works |",
-        "|---|---|---|",
-        *(
-            f"| {len(each)} | {', '.join(sorted(each))} | {said} |"
-            for said, each in groups().items()
-        ),
+        support_table(),
+        "",
+        "## Well-known families that work with every policy",
+        "",
+        listed(known),
+        "",
+        "## All builds",
     ]
+    for said, names in found.items():
+        lines += ["", f"### {said}", "", listed(sorted(names))]
     return "\n".join(lines) + "\n"
+
+
+def listed(names: list[str]) -> str:
+    return textwrap.fill(", ".join(names), 100, break_on_hyphens=False)
 
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
-    print(support_table())

@@ -115,12 +115,13 @@ LINES = [line for line in FOUND if not line.startswith(ELSEWHERE)]
 
 
 def test_lines_are_found() -> None:
-    """Those of the README's block, and in the text; a page's kinds of lines are all known."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = next(block for _, block in FENCE.findall(text) if "kvpolicy policies" in block)
-    assert len(block.splitlines()) == 12
-    for line in block.splitlines():
-        assert " ".join(re.sub(r"\s#\s.*", "", line).split()) in LINES
+    """Those of two blocks, and in the text; a page's kinds of lines are all known."""
+    for page, count in (("README.md", 5), ("docs/commands.md", 12)):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        block = next(block for _, block in FENCE.findall(text) if "kvpolicy policies" in block)
+        assert len(block.splitlines()) == count
+        for line in block.splitlines():
+            assert " ".join(re.sub(r"\s#\s.*", "", line).split()) in LINES
     assert "kvpolicy compare --sweep" in LINES
     for line in LINES:
         known = line.startswith(HARNESS) or line.split()[1] in NAMES

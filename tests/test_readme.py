@@ -1,4 +1,4 @@
-"""The examples of the README run; the tables of results are as measured."""
+"""The README's examples run, its figures and links are true; tables of results are as measured."""
 
 import contextlib
 import io
@@ -9,21 +9,29 @@ from statistics import median
 from typing import Any
 
 import pytest
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.common import BASELINE
+from benchmarks.benefit import CONTEXT, PICTURE, RESULT, benefit, figures
+from benchmarks.common import BASELINE, read_json
 from kvpolicy.evaluation.comparison.speed import Speed
 from kvpolicy.integrations.transformers.model.tested import TESTED
 from kvpolicy.registry import registered
-from tests.integrations.lm_eval.support import char_tokenizer
 from tests.integrations.model.builds.catalogue import builds
-from tests.reference import tiny_model
-from tests.support_table import PAGE, outcomes, page, support_table
+from tests.support_hub import tiny_qwen
+from tests.support_table import PAGE, outcomes, page
 
 ROOT = Path(__file__).parents[1]
 BUILDS = builds()
 README = (ROOT / "README.md").read_text()
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
-FIRST, DOCUMENT, SCORER = PYTHON.findall(README)
+HUB, SCORER = PYTHON.findall(README)
+
+
+# Where the repository's pages and other files are read.
+ADDRESS = "kvpolicy/kvpolicy"
+PAGES = f"https://github.com/{ADDRESS}/blob/main/"
+FILES = f"https://raw.githubusercontent.com/{ADDRESS}/main/"
 
 
 def run(code: str, **names: Any) -> str:
@@ -33,23 +41,28 @@ def run(code: str, **names: Any) -> str:
     return printed.getvalue()
 
 
-def test_the_first_example_prints_what_it_says() -> None:
-    said = re.search(r"This prints `(.*?)`", README)
+def test_the_example_of_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a model and a tokenizer of the named one's classes, with random weights."""
+    monkeypatch.chdir(tmp_path)
+    Path("report.txt").write_text("The rain wrote this, and it costs a little. " * 8)
+    folder = tiny_qwen(tmp_path / "model")
+    assert type(AutoModelForCausalLM.from_pretrained(folder)).__name__ == "Qwen2ForCausalLM"
+    assert type(AutoTokenizer.from_pretrained(folder)).__name__.startswith("Qwen2Tokenizer")
+    assert HUB.count('"Qwen/Qwen2.5-1.5B-Instruct"') == 1
+    code = HUB.replace('"Qwen/Qwen2.5-1.5B-Instruct"', repr(str(folder))).replace("256", "4")
+    total = run(code).splitlines()[-1].split()
+    assert total[0] == "total"
+    # A little more than a tenth: the answer's tokens are kept too.
+    assert 10 < float(total[-1].rstrip("%")) < 12
+    assert len(HUB.strip().splitlines()) <= 20
+
+
+def test_the_example_of_the_bundled_model_prints_what_it_says() -> None:
+    page = (ROOT / "docs/needle.md").read_text()
+    said = re.search(r"This prints `(.*?)`", page)
     assert said is not None
-    assert run(FIRST).strip() == said[1]
-    assert len(FIRST.strip().splitlines()) <= 12
-
-
-def test_the_example_of_a_document() -> None:
-    tokenizer, text = char_tokenizer(), "it was written by the rain, and costs a little. " * 2
-    printed = run(
-        DOCUMENT.replace("64", "4"),
-        model=tiny_model("llama", seed=0),
-        tokenizer=tokenizer,
-        text=text,
-    )
-    assert len(printed) > 2
-    assert len(DOCUMENT.strip().splitlines()) == 6
+    (code,) = (each for each in PYTHON.findall(page) if "PolicyCache" in each)
+    assert run(code).strip() == said[1]
 
 
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
@@ -74,7 +87,6 @@ def test_the_figures_of_unequal_heads_are_those_of_the_results() -> None:
 
 
 def test_the_tables_of_families_are_what_was_found() -> None:
-    assert support_table() in README
     assert PAGE.read_text(encoding="utf-8") == page()
 
 
@@ -111,8 +123,8 @@ def test_the_tables_of_results_are_those_of_the_files() -> None:
     results = ROOT / "benchmarks/results"
     speeds = json.loads((results / "methods.json").read_text())["rows"]
     answers = json.loads((results / "needle/compare.json").read_text())["rows"]
-    measured = README[README.index("## Measured") :]
-    short, long = cells_of(measured, 5), cells_of((ROOT / "docs/results.md").read_text(), 8)
+    page = (ROOT / "docs/results.md").read_text()
+    short, long = answers_of(page), cells_of(page, 8)
     for name in dict.fromkeys(row["policy"] for row in speeds if row["policy"] != BASELINE):
         factory = registered("policy")[name]
         cells = long[factory.__name__]
@@ -122,20 +134,102 @@ def test_the_tables_of_results_are_those_of_the_files() -> None:
             for context in (2048, 8192, 32768)
         ]
         assert [cell.partition(" ")[0] for cell in cells[:6]] == found
-        assert short[factory.__name__][2:] == [found[1], found[4]]
-        for rate, cell in zip((0.02, 0.1), short[factory.__name__], strict=False):
+        for rate, cell in short[factory.__name__].items():
             (row,) = (
                 row
                 for row in answers
                 if row["policy"] == name and row["retention_rate"] in (None, rate)
             )
             percents = [f"{100 * each['rate']:.0f}" for each in row["exact_match"].values()]
-            # Without a rate there is nothing to say a second time.
-            assert cell in (" / ".join(percents), "" if row["retention_rate"] is None else None)
+            assert cell == " / ".join(percents)
+
+
+def answers_of(page: str) -> dict[str, dict[float, str]]:
+    """The cells of the table of exact matches, by method and rate; a rate of 0 is no rate."""
+    header = "| method | keeps 2% | keeps 10% | keeps 20% |"
+    assert header in page
+    found = {}
+    for line in page.partition(header)[2].partition("\n\n")[0].splitlines()[2:]:
+        method, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        name = "FullContext" if method == "full context" else re.split(r"\W", method)[0]
+        found[name] = dict(zip((0.02, 0.1, 0.2), cells, strict=True))
+    found["PyramidInfer"] = {0.0: re.findall(r"answers (\d+ / \d+)", page)[0]}
+    return found
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+def anchors(file: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", file.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
 
 
 def test_what_pages_link_exists() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    for file in pages:
+    for file in (ROOT / "docs").rglob("*.md"):
         for link in re.findall(r"\]\(([^)#:]+)\)", file.read_text()):
             assert (file.parent / link).exists(), f"{file.name} links {link}"
+
+
+def test_what_the_readme_links_exists() -> None:
+    """All links are absolute, as a package index needs them, and those into this repository."""
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    own = [link for link in links if "kvpolicy/kvpolicy" in link]
+    assert len(own) > 15
+    missing = []
+    for link in own:
+        path, _, anchor = link.partition("#")
+        found = re.fullmatch(rf"({PAGES}|{FILES})(.*)", path)
+        assert found is not None, link
+        file = ROOT / found[2]
+        if not file.is_file() or (anchor and anchor not in anchors(file)):
+            missing.append(link)
+    assert missing == []
+    assert all(link.startswith("https://") for link in links)
+
+
+def test_anchors_are_githubs() -> None:
+    assert slug("How `generate` decodes") == "how-generate-decodes"
+    assert slug("What it can, and cannot: 128K") == "what-it-can-and-cannot-128k"
+    assert "on-a-gpu" in anchors(ROOT / "docs/results.md")
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README) <= 7000
+    cells = [
+        cell.strip() for line in README.splitlines() if line[:1] == "|" for cell in line.split("|")
+    ]
+    assert len(cells) > 10
+    assert max(map(len, cells)) <= 80
+
+
+def test_the_figures_and_the_picture_of_the_readme_are_the_measured_ones() -> None:
+    """Who measures again runs `make pictures` and writes the README's first lines anew."""
+    record = read_json(RESULT)
+    found = benefit(record)
+    text = " ".join(README[: README.index("\n## ")].split())
+    (full, policy), (held, kept) = found.seconds, (each / 1e9 for each in found.held)
+    assert f"reads {CONTEXT:,} tokens in {full:.1f} s and then holds {held:.1f} GB" in text
+    assert f"it takes {policy:.1f} s and holds {kept:.1f} GB" in text
+    assert f"on one {found.device}," in text
+    with Image.open(PICTURE) as picture:
+        assert picture.info["Description"] == figures(found)
+        assert picture.mode == "RGB" or picture.getextrema()[3] == (255, 255)  # no hole in it
+
+
+def test_the_tables_of_methods() -> None:
+    """The page names every method once, with its page; the README some of them, and how many."""
+    classes = sorted(factory.__name__ for factory in registered("policy").values())
+    page = (ROOT / "docs/methods/README.md").read_text()
+    found = re.findall(r"^\| \[`(\w+)`\]\((\w+)\.md\) \|", page, re.MULTILINE)
+    assert sorted(name for name, _ in found) == classes
+    names = {factory.__name__: name for name, factory in registered("policy").items()}
+    assert all(names[method] == page for method, page in found)
+    assert f"[All {len(classes)} methods]" in README
+    table = [line for line in README.splitlines() if line.startswith("| ") and "`" in line]
+    named = {name for line in table for name in re.findall(r"`([A-Z]\w+)", line)}
+    assert len(table) == 7
+    assert named < set(classes)

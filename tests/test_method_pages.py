@@ -1,0 +1,52 @@
+"""docs/methods: a page for each method, of one structure, with figures as measured."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from kvpolicy import policies
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.registry import registered
+from tests.method_tables import HEAD, PAGES, page_of, table
+
+FILES = sorted(page for page in PAGES.glob("*.md") if page.name != "README.md")
+SECTIONS = ["How it works", "Arguments", "When to use it"]
+PAPER = ["Source", "Where it differs from the paper"]
+
+
+@pytest.mark.parametrize("page", FILES, ids=lambda page: page.stem)
+def test_a_page_has_its_sections(page: Path) -> None:
+    found = re.findall(r"^## (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found[: len(SECTIONS)] == SECTIONS
+    own = {"full_context", "random", "spirekv"}  # of no paper
+    assert page.stem in own or found[len(SECTIONS) :][:2] == PAPER
+
+
+@pytest.mark.parametrize("method", registered("policy"))
+def test_a_page_has_the_example_the_arguments_and_the_figures(method: str) -> None:
+    page = page_of(method)
+    text = page.read_text(encoding="utf-8")
+    example = re.search(r"^cache = (PolicyCache\(.*\))$", text, re.MULTILINE)
+    assert example is not None
+    names = {name: getattr(policies, name) for name in policies.__all__}
+    assert isinstance(eval(example[1], {**names, "PolicyCache": PolicyCache}), PolicyCache)
+    if found := HEAD.search(text):
+        assert found[0] == table(method)
+    arguments = text.partition("## Arguments")[2].partition("\n## ")[0]
+    said = {
+        name
+        for cell in re.findall(r"^\| (`.*?`) \|", arguments, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", cell)
+    }
+    taken = set(inspect.signature(registered("policy")[method]).parameters)
+    assert said <= taken
+    assert taken - said <= {name for name in ("protect", "decoding") if f"`{name}`" in arguments}
+
+
+@pytest.mark.parametrize("page", FILES, ids=lambda page: page.stem)
+def test_code_on_a_page_is_python(page: Path) -> None:
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        ast.parse(code)
