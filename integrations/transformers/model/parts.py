@@ -79,6 +79,9 @@ class ModelParts:
             check_uncompiled(layer)
         self.kinds = kinds_of(self.config, len(self.layers))
         check_kinds(self.kinds)
+        self._indexers = [
+            (index, kind) for index, kind in enumerate(self.kinds) if isinstance(kind, Indexed)
+        ]
         if not any(kind.attends for kind in self.kinds):
             raise UnsupportedModelError(
                 "some layer must hold keys and values, but all of them hold a recurrent state or "
@@ -175,9 +178,7 @@ class ModelParts:
 
     def _lends(self, index: int) -> bool:
         """True if a later layer uses the slots that an indexer up to this layer has picked."""
-        later = (kind for kind in self.kinds[index + 1 :] if isinstance(kind, Indexed))
-        following = next(later, None)
-        return following is not None and following.borrows
+        return next((kind.borrows for at, kind in self._indexers if at > index), False)
 
     @property
     def shows_queries(self) -> bool:
