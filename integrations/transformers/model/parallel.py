@@ -17,6 +17,9 @@ from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.heads import Heads, HeadShare
 
 
+ALL_HEADS = Heads()
+
+
 @attrs.frozen(eq=False)
 class ProcessHeads(HeadShare):
     """A description of which of a layer's heads this process computes.
@@ -88,7 +91,7 @@ class HeadSharding:
             UnsupportedModelError: The heads seen are neither all heads nor an equal share of them.
         """
         if self.query_heads is None or query_heads == self.query_heads:
-            return Heads()
+            return ALL_HEADS
         if self.group is None or query_heads * self.shares != self.query_heads:
             raise UnsupportedModelError(
                 f"every process must compute all {self.query_heads} query heads of a layer, or an "

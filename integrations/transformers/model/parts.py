@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -180,12 +181,12 @@ class ModelParts:
         """True if a later layer uses the slots that an indexer up to this layer has picked."""
         return next((kind.borrows for at, kind in self._indexers if at > index), False)
 
-    @property
+    @functools.cached_property
     def shows_queries(self) -> bool:
         """True if the queries of every attending layer can be observed."""
         return all(self.attentions[index] is not None for index in self.attending)
 
-    @property
+    @functools.cached_property
     def passes_on(self) -> bool:
         """True if each layer's output has one entry per token, so that tokens may be dropped.
 
@@ -200,7 +201,7 @@ class ModelParts:
         """The indices of the layers that have queries, keys and values of their own."""
         return [index for index, kind in enumerate(self.kinds) if kind.attends]
 
-    @property
+    @functools.cached_property
     def holds_states(self) -> bool:
         """True if some layer carries a recurrent state from token to token."""
         return any(kind.states for kind in self.kinds)

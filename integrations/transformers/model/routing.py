@@ -287,7 +287,10 @@ def own_function(attention: Any) -> Attend:
     interface, default = _functions(type(attention).forward)
     config = attention.config
     name = (config.original if type(config) is RoutedConfig else config)._attn_implementation
-    function: Attend = interface.get_interface(name, default)
+    try:
+        function: Attend = interface[name]
+    except KeyError:
+        function = interface.get_interface(name, default)
     return function
 
 
