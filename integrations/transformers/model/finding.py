@@ -58,7 +58,7 @@ def _without_layers(model: nn.Module) -> str:
         )
     config = getattr(model, "config", None)
     name, count = type(model).__name__, getattr(config, "num_hidden_layers", None)
-    attending = [each for each in model.modules() if _calls_interface(each)]
+    attending = _calling_interface(model)
     if count and attending and len(attending) < count:
         return (
             f"model must run each of its layers once for a token, got {name}, whose {count} layers "
@@ -89,7 +89,7 @@ def _reading_tokens(model: nn.Module, module: nn.Module) -> nn.Module:
 
 
 def _takes_tokens(module: nn.Module) -> bool:
-    names = inspect.signature(type(module).forward).parameters.keys()
+    names = signature(type(module).forward).parameters.keys()
     return bool({"input_ids", "inputs_embeds"} & names)
 
 
@@ -172,14 +172,19 @@ def attending_in_turn(decoder: nn.Module) -> list[nn.Module]:
     The number of layers is that of the configuration, and the modules must count them from 0.
     """
     count = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
-    found = [each for each in modules_of(decoder) if _calls_interface(each)]
+    found = _calling_interface(decoder)
     in_turn = [getattr(each, "layer_idx", None) for each in found] == list(range(count or 0))
     return found if in_turn else []
 
 
-def _calls_interface(module: nn.Module) -> bool:
-    # The class is asked first: torch takes long to find that a module has no such attribute.
-    return _names_interface(getattr(type(module), "forward", None)) and hasattr(module, "config")
+def _calling_interface(outer: nn.Module) -> list[nn.Module]:
+    """Return the modules inside a module, itself included, that call Transformers' attention."""
+    return [
+        each
+        for each in modules_of(outer)
+        # The class is asked first: torch takes long to find that a module has no such attribute.
+        if _names_interface(getattr(type(each), "forward", None)) and hasattr(each, "config")
+    ]
 
 
 @functools.lru_cache(maxsize=256)
@@ -194,11 +199,7 @@ def find_attention(layer: nn.Module, index: int) -> nn.Module | None:
     Raises:
         UnsupportedModelError: Several modules do.
     """
-    found = [
-        module
-        for module in modules_of(layer)
-        if _calls_interface(module) and _is_of_layer(module, index)
-    ]
+    found = [each for each in _calling_interface(layer) if _is_of_layer(each, index)]
     # A second module may attend to the tokens of an encoder, which a decoder alone does not call.
     if len(found) > 1:
         found = [each for each in found if not _is_cross(layer, each)] or found
