@@ -16,7 +16,6 @@ from torch import Tensor, distributed, nn
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.heads import Heads, HeadShare
 
-
 ALL_HEADS = Heads()
 
 
