@@ -114,7 +114,8 @@ def _blocks(context: LayerContext) -> Iterator[tuple[slice, slice, Tensor]]:
     heads, count = _block_sizes(context)
     padded = _is_padded(context)
     for head in range(0, context.kv_heads, heads):
-        keys = _narrowed(context.keys, 1, head, heads).float()
+        own = context.keys[:, head : head + heads] if heads < context.kv_heads else context.keys
+        keys = own.float()
         valid = None
         if padded:
             valid = context.valid[:, head : head + heads].repeat_interleave(group, dim=1)
@@ -152,13 +153,16 @@ def _block_weights(
     context: LayerContext, heads: slice, keys: Tensor, valid: Tensor | None, shown: slice
 ) -> Tensor:
     """Compute causal attention weights of a block of queries over all keys up to its last query."""
-    queries = _narrowed(context.queries, 1, heads.start, heads.stop - heads.start)
-    queries = _narrowed(queries, 2, shown.start, shown.stop - shown.start).float()
-    queries, count = queries * context.attention.scaling, queries.shape[2]
+    queries = context.queries
+    if heads.stop - heads.start < context.query_heads:
+        queries = queries[:, heads]
+    if shown.stop - shown.start < context.query_len:
+        queries = queries[:, :, shown]
+    queries, count = queries.float() * context.attention.scaling, queries.shape[2]
     places = context.decoding.query_positions
     first = context.key_len - context.query_len + shown.start
     seen = context.key_len if places is not None else first + count
-    logits = query_key_products(queries, _narrowed(keys, 2, 0, seen))
+    logits = query_key_products(queries, keys if seen == keys.shape[2] else keys[:, :, :seen])
     softcap, sinks = context.attention.softcap, context.attention.sinks
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
@@ -171,7 +175,7 @@ def _block_weights(
         logits.masked_fill_(future.repeat_interleave(group, dim=1), lowest)
     else:
         future = _later(count, logits.device, torch.is_inference_mode_enabled())
-        _narrowed(logits, 3, first, count).masked_fill_(future, lowest)
+        logits.narrow(3, first, count).masked_fill_(future, lowest)
     if valid is not None:
         logits.masked_fill_(~valid[:, :, None, :seen], lowest)
     if sinks is None:
@@ -183,16 +187,6 @@ def _block_weights(
         return weights
     query_valid = context.query_valid[:, None, shown, None]
     return weights.masked_fill_(~(valid[:, :, None, :seen] & query_valid), 0.0)
-
-
-def _narrowed(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """Return at most ``length`` entries of an axis from ``start`` on; the tensor itself if all."""
-    size = tensor.shape[dim]
-    return (
-        tensor
-        if not start and length >= size
-        else tensor.narrow(dim, start, min(length, size - start))
-    )
 
 
 @functools.lru_cache(maxsize=8)

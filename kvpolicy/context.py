@@ -202,14 +202,17 @@ class LayerContext:
             self.decoding.check((batch, kv_heads, key_len), query_len)
 
     def _check_types(self) -> None:
-        own = (self._queries, self.keys, self.values, self.positions, self.new_valid)
         right = (
             type(self.layer_idx) is type(self.num_layers) is int
             and 0 <= self.layer_idx < self.num_layers
             and isinstance(self.attention, AttentionSettings)
             and isinstance(self.layer, LayerInputs)
             and isinstance(self.decoding, DecodingInputs)
-            and all(isinstance(each, Tensor) for each in own)
+            and isinstance(self._queries, Tensor)
+            and isinstance(self.keys, Tensor)
+            and isinstance(self.values, Tensor)
+            and isinstance(self.positions, Tensor)
+            and isinstance(self.new_valid, Tensor)
             and (self._kinds is None or isinstance(self._kinds, Tensor))
             and isinstance(self.seen_len, tuple)
             and isinstance(self._stored, (tuple, NoneType))

@@ -301,14 +301,15 @@ class CachePolicy:
         if self.decides_later:
             undecided = DeferredLayer.of(context, saliency if selects else None)
         else:
-            tested = self._is_tested(self.selector)
+            tested = id(self.selector) in self._tested
             kept, counts = kept_by(self.selector, saliency, context, checks, tested=tested)
         passed = self._passed_on(context, checks, saliency) if propagates else None
         return Decision(kept, passed, state, saliency, undecided, counts)
 
     def _saliency(self, context: LayerContext, checks: DeferredChecks) -> Tensor:
         assert self.scorer is not None
-        return saliency_of(self.scorer, context, checks, tested=self._is_tested(self.scorer))
+        tested = id(self.scorer) in self._tested
+        return saliency_of(self.scorer, context, checks, tested=tested)
 
     def _passed_on(
         self, context: LayerContext, checks: DeferredChecks, saliency: Tensor | None

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, StoppingCriteria
 from transformers.generation import GenerationMode
 from transformers.masking_utils import create_masks_for_generate
 
@@ -21,6 +21,7 @@ from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.applying import applied_to
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.continuation import Given
+from kvpolicy.integrations.transformers.forward.fixed_answer import FixedAnswer
 from kvpolicy.integrations.transformers.forward.static_decoding import IMPLEMENTATIONS
 from kvpolicy.integrations.transformers.model.both_ways import cuts_of
 from kvpolicy.policy import CachePolicy
@@ -70,8 +71,9 @@ def wrap_generate() -> None:
             with cache.attached(self), _masks_of_steps(self):
                 turn.given.check_same(cache._reader.tokens)
                 with turn.of(cache):
+                    if cache._reader.fixed.is_compileable:
+                        args, kwargs = AnswerIds(cache._reader.fixed).added(args, kwargs)
                     output = original(self, *args, **kwargs)
-            turn.note_answer(cache, output)
             if applied is not None:
                 applied._note(cache)
             return output
@@ -141,12 +143,32 @@ class Turn:
             prompt_end, may_be_static=self.may_be_static, unhooked=self.unhooked
         )
 
-    def note_answer(self, cache: PolicyCache, output: Any) -> None:
-        """Record an answer's ids in the cache, since decoding into fixed buffers does not."""
-        sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
-        first = self.given.context_len
-        if self.may_be_static and isinstance(sequences, Tensor) and first:
-            cache._reader.note_answer(sequences[:, self.given.ids_len :], first)
+
+class AnswerIds(StoppingCriteria):  # type: ignore[misc]
+    """A stopping criterion that never stops, and tells fixed buffers which token is read next.
+
+    A decoding step may be compiled, so that no hook can note its ids.
+
+    Args:
+        fixed: The manager of the fixed buffers.
+    """
+
+    def __init__(self, fixed: FixedAnswer) -> None:
+        self.fixed = fixed
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Note the last ids of ``input_ids`` ``[batch, len]``; stop in no row."""
+        self.fixed.next_ids = input_ids[:, -1:]
+        return input_ids.new_zeros(len(input_ids), dtype=torch.bool)
+
+    def added(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a `generate` call with this criterion among its own."""
+        if len(args) > 3:
+            return (*args[:3], [*(args[3] or ()), self], *args[4:]), kwargs
+        given = kwargs.get("stopping_criteria") or ()
+        return args, {**kwargs, "stopping_criteria": [*given, self]}
 
 
 class _StepMasks:

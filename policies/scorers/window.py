@@ -8,7 +8,6 @@ from typing import ClassVar
 import attrs
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kvpolicy.attention import causal_attention_sums, group_mean
 from kvpolicy.checks import check_count, check_kernel_size, check_kind
@@ -44,7 +43,7 @@ class _PooledWindowScorer(Scorer):
         if not before:
             return torch.zeros_like(attention)
         pooled = self._pooled(attention[..., :before])
-        return functional.pad(pooled, (0, attention.shape[-1] - before))
+        return torch.constant_pad_nd(pooled, (0, attention.shape[-1] - before))
 
     def _observed(self, context: LayerContext) -> Tensor:
         """Return the last tokens' attention before pooling, float32 ``[batch, heads, key_len]``."""
@@ -107,7 +106,7 @@ class WindowMaxPoolScorer(_PooledWindowScorer):
     def _pooled(self, attention: Tensor) -> Tensor:
         # Padding lies on the left with attention 0, which never wins the maximum of a token's
         # neighbourhood: a padded row pools as it would alone.
-        return functional.max_pool1d(
+        return torch.max_pool1d(
             attention, self.kernel_size, stride=1, padding=self.kernel_size // 2
         )
 
@@ -140,7 +139,7 @@ class WindowMeanPoolScorer(_PooledWindowScorer):
 
     def _pooled(self, attention: Tensor) -> Tensor:
         # Padding lies on the left with attention 0, as what lies beyond a row's first token.
-        return functional.avg_pool1d(
+        return torch.avg_pool1d(
             attention, self.kernel_size, stride=1, padding=self.kernel_size // 2
         )
 
@@ -190,6 +189,6 @@ class WindowAttentionScorer(Scorer):
         if self.kernel_size == 1:
             return attention
         # Padding lies on the left with attention 0; see `WindowMaxPoolScorer`.
-        return functional.max_pool1d(
+        return torch.max_pool1d(
             attention, self.kernel_size, stride=1, padding=self.kernel_size // 2
         )

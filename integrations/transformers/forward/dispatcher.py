@@ -188,16 +188,6 @@ class ForwardDispatcher:
         for layer in self.layers:
             layer.follow(tokens)
 
-    def note_answer(self, ids: Tensor, first: int) -> None:
-        """Remember the token ids of an answer that was decoded into fixed buffers.
-
-        Args:
-            ids: ``[batch, count]``; the last of them may not have been read.
-            first: The column of the first id.
-        """
-        if self.tokens is not None and len(ids) == self.tokens.batch:
-            self.take_tokens(self.tokens.with_answer(ids, first))
-
     # Turns.
 
     def start_turn(self, prompt_len: int | None = None) -> None:
@@ -219,7 +209,7 @@ class ForwardDispatcher:
     def _begin_turn(self, prompt_end: int | None) -> None:
         self.abandon_forward()
         self.end_answer()
-        self.fixed.steps = 0
+        self.fixed.steps, self.fixed.next_ids = 0, None
         starts = not self.appends
         self.now = attrs.evolve(self.now, starts_turn=starts, prompt_end=prompt_end, chunks=None)
 

@@ -87,6 +87,8 @@ class FixedAnswer:
         self.buffers: StaticDecoding | RollingDecoding | None = None  # while `generate` decodes
         self.allowed = True  # whether the current `generate` allows it
         self.steps = 0  # tokens that `generate` has decoded into buffers so far
+        # ``[batch, 1]``, of the token that `generate` reads next; None if it has not said so.
+        self.next_ids: Tensor | None = None
 
     @property
     def reader(self) -> Answered:
@@ -161,7 +163,8 @@ class FixedAnswer:
             self.buffers = self._begun()
         one = torch.ones(tokens.batch, 1, dtype=torch.bool, device=tokens.valid.device)
         positions, rotary = tokens.positions_of(one), tokens.rotary_positions_of(one)
-        tokens = tokens.extended(positions, one, padded=False, acts=False, skipped=None)
+        ids = None if self.next_ids is None else self.next_ids.to(one.device)
+        tokens = tokens.extended(positions, one, ids=ids, padded=False, acts=False, skipped=None)
         self.buffers.advance(positions, rotary)
         self.steps += 1
         reader.tokens = tokens

@@ -259,7 +259,7 @@ class PassRun:
                 these; None if that cannot be seen.
         """
         layer = self.layers[index]
-        if isinstance(layer, CrossLayer):
+        if layer.holds_more and isinstance(layer, CrossLayer):
             return layer.with_images(keys, values)
         if self.stage is not None and index in self.stage.stubs:
             return keys, values
@@ -290,7 +290,7 @@ class PassRun:
             order = self._masks.order
             if order is not None:
                 keys, values = gather_slots(keys, order), gather_slots(values, order)
-        if isinstance(layer, IndexedLayer):
+        if layer.holds_more and isinstance(layer, IndexedLayer):
             layer.attend_to(keys)
         return keys, values
 

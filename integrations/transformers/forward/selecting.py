@@ -171,7 +171,7 @@ class Select(AtEnd):
             return
         keys, values, positions = candidates.keys, candidates.values, candidates.positions
         # A layer that uses the slots of another layer's indexer must hold the same tokens in them.
-        borrows = isinstance(layer, IndexedLayer) and layer.borrows
+        borrows = layer.holds_more and isinstance(layer, IndexedLayer) and layer.borrows
         if not borrows or self._kept is None:
             assert decision.kept is not None
             kept = decision.kept

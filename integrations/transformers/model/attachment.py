@@ -126,7 +126,9 @@ class LayerHooks(_Hooks):
         """Hook before a layer: cut its arguments to the tokens that reach it."""
         if not carries(self.cache, args, kwargs):
             return None
-        run = self._run()
+        run = self.listener.run
+        if run is None:
+            raise _outside()
         if self.index in run.alone:
             return None
         if len(args) == 1 and kwargs:
@@ -137,20 +139,13 @@ class LayerHooks(_Hooks):
         hidden, others = run.enter_layer(self.index, module, hidden, others)
         return (hidden,), others
 
-    def _run(self) -> LayerCallbacks:
-        run = self.listener.run
-        if run is None:
-            raise NotAttachedError(
-                "a decoder layer was called with a PolicyCache outside its model's forward; call "
-                "the model itself inside `with cache.attached(model):`"
-            )
-        return run
-
     def after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         """Hook after a layer: cut its output to the tokens that the next layer gets."""
         if len(rest) < 2 or not carries(self.cache, args, rest[0]):
             return None
-        run = self._run()
+        run = self.listener.run
+        if run is None:
+            raise _outside()
         if self.index in run.alone or (run.pending is None and not run.cuts):
             return None
         if run.pending is not None:
@@ -160,6 +155,13 @@ class LayerHooks(_Hooks):
                 "policy saw no queries"
             )
         return run.leave_layer(self.index, rest[1])
+
+
+def _outside() -> NotAttachedError:
+    return NotAttachedError(
+        "a decoder layer was called with a PolicyCache outside its model's forward; call the model "
+        "itself inside `with cache.attached(model):`"
+    )
 
 
 class Attachment(_Hooks):

@@ -21,6 +21,7 @@ from transformers import Cache
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.model.unseen import column_bias, takes_cache
+from kvpolicy.integrations.transformers.model.walking import modules_of, path_to
 from kvpolicy.kinds import TokenKind
 
 # Attributes under which models with several inputs hold the part that decodes text.
@@ -57,7 +58,7 @@ def _without_layers(model: nn.Module) -> str:
         )
     config = getattr(model, "config", None)
     name, count = type(model).__name__, getattr(config, "num_hidden_layers", None)
-    attending = [each for each in model.modules() if _calls_interface(each)]
+    attending = _calling_interface(model)
     if count and attending and len(attending) < count:
         return (
             f"model must run each of its layers once for a token, got {name}, whose {count} layers "
@@ -74,10 +75,7 @@ def _reading_tokens(model: nn.Module, module: nn.Module) -> nn.Module:
 
     Models like BERT embed the tokens before they call the module that has the layers.
     """
-    named = dict(model.named_modules())
-    name = next(name for name, each in named.items() if each is module)
-    parts = name.split(".") if name else []
-    around = [named[".".join(parts[:end])] for end in range(len(parts), -1, -1)]
+    around = [*path_to(model, module).values()][::-1] or [module]
     found = next((each for each in around if _takes_tokens(each)), module)
     for each in around[: around.index(found) + 1]:
         check_uncompiled(each)
@@ -91,7 +89,7 @@ def _reading_tokens(model: nn.Module, module: nn.Module) -> nn.Module:
 
 
 def _takes_tokens(module: nn.Module) -> bool:
-    names = inspect.signature(type(module).forward).parameters.keys()
+    names = signature(type(module).forward).parameters.keys()
     return bool({"input_ids", "inputs_embeds"} & names)
 
 
@@ -118,9 +116,7 @@ def modules_between(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
 
     The model and the decoder are not included.
     """
-    path = next((name for name, each in model.named_modules() if each is decoder), "")
-    parts = path.split(".")
-    return [model.get_submodule(".".join(parts[:end])) for end in range(1, len(parts))]
+    return [*path_to(model, decoder).values()][1:-1]
 
 
 def placeholders_of(model: Any) -> dict[int, TokenKind]:
@@ -163,8 +159,11 @@ def layers_within(decoder: nn.Module) -> list[nn.Module]:
 
     The list may be its own or that of a module inside it.
     """
-    found = map(layer_list, _candidates(decoder))
-    return list(next((each for each in found if each is not None), attending_in_turn(decoder)))
+    for each in _candidates(decoder):
+        found = layer_list(each)
+        if found is not None:
+            return list(found)
+    return attending_in_turn(decoder)
 
 
 def attending_in_turn(decoder: nn.Module) -> list[nn.Module]:
@@ -173,13 +172,19 @@ def attending_in_turn(decoder: nn.Module) -> list[nn.Module]:
     The number of layers is that of the configuration, and the modules must count them from 0.
     """
     count = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
-    found = [each for each in decoder.modules() if _calls_interface(each)]
+    found = _calling_interface(decoder)
     in_turn = [getattr(each, "layer_idx", None) for each in found] == list(range(count or 0))
     return found if in_turn else []
 
 
-def _calls_interface(module: nn.Module) -> bool:
-    return hasattr(module, "config") and _names_interface(type(module).forward)
+def _calling_interface(outer: nn.Module) -> list[nn.Module]:
+    """Return the modules inside a module, itself included, that call Transformers' attention."""
+    return [
+        each
+        for each in modules_of(outer)
+        # The class is asked first: torch takes long to find that a module has no such attribute.
+        if _names_interface(getattr(type(each), "forward", None)) and hasattr(each, "config")
+    ]
 
 
 @functools.lru_cache(maxsize=256)
@@ -194,13 +199,10 @@ def find_attention(layer: nn.Module, index: int) -> nn.Module | None:
     Raises:
         UnsupportedModelError: Several modules do.
     """
-    found = [
-        module
-        for module in layer.modules()
-        if _is_of_layer(module, index) and _calls_interface(module)
-    ]
+    found = [each for each in _calling_interface(layer) if _is_of_layer(each, index)]
     # A second module may attend to the tokens of an encoder, which a decoder alone does not call.
-    found = [each for each in found if not _is_cross(layer, each)] or found
+    if len(found) > 1:
+        found = [each for each in found if not _is_cross(layer, each)] or found
     if len(found) > 1:
         raise UnsupportedModelError(
             "no decoder layer may have several modules that call Transformers' "
@@ -220,7 +222,7 @@ def _is_of_layer(module: nn.Module, index: int) -> bool:
 
 
 def _is_cross(layer: nn.Module, attention: nn.Module) -> bool:
-    name = next(name for name, each in layer.named_modules() if each is attention)
+    name = [*path_to(layer, attention)][-1]
     return "cross" in name or "encoder_attn" in name
 
 
@@ -234,7 +236,7 @@ def stateful_parts(module: nn.Module, attention: nn.Module | None) -> Iterator[n
     for each in module.children():
         names = signature(type(each).forward).parameters.keys()
         takes_cache = not names.isdisjoint(("past_key_values", "cache_params"))
-        if takes_cache and not any(inner is attention for inner in each.modules()):
+        if takes_cache and not any(inner is attention for inner in modules_of(each)):
             yield each
         else:
             yield from stateful_parts(each, attention)

@@ -16,6 +16,8 @@ from torch import Tensor, distributed, nn
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.heads import Heads, HeadShare
 
+ALL_HEADS = Heads()
+
 
 @attrs.frozen(eq=False)
 class ProcessHeads(HeadShare):
@@ -88,7 +90,7 @@ class HeadSharding:
             UnsupportedModelError: The heads seen are neither all heads nor an equal share of them.
         """
         if self.query_heads is None or query_heads == self.query_heads:
-            return Heads()
+            return ALL_HEADS
         if self.group is None or query_heads * self.shares != self.query_heads:
             raise UnsupportedModelError(
                 f"every process must compute all {self.query_heads} query heads of a layer, or an "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -79,6 +80,9 @@ class ModelParts:
             check_uncompiled(layer)
         self.kinds = kinds_of(self.config, len(self.layers))
         check_kinds(self.kinds)
+        self._indexers = [
+            (index, kind) for index, kind in enumerate(self.kinds) if isinstance(kind, Indexed)
+        ]
         if not any(kind.attends for kind in self.kinds):
             raise UnsupportedModelError(
                 "some layer must hold keys and values, but all of them hold a recurrent state or "
@@ -175,16 +179,14 @@ class ModelParts:
 
     def _lends(self, index: int) -> bool:
         """True if a later layer uses the slots that an indexer up to this layer has picked."""
-        later = (kind for kind in self.kinds[index + 1 :] if isinstance(kind, Indexed))
-        following = next(later, None)
-        return following is not None and following.borrows
+        return next((kind.borrows for at, kind in self._indexers if at > index), False)
 
-    @property
+    @functools.cached_property
     def shows_queries(self) -> bool:
         """True if the queries of every attending layer can be observed."""
         return all(self.attentions[index] is not None for index in self.attending)
 
-    @property
+    @functools.cached_property
     def passes_on(self) -> bool:
         """True if each layer's output has one entry per token, so that tokens may be dropped.
 
@@ -199,7 +201,7 @@ class ModelParts:
         """The indices of the layers that have queries, keys and values of their own."""
         return [index for index, kind in enumerate(self.kinds) if kind.attends]
 
-    @property
+    @functools.cached_property
     def holds_states(self) -> bool:
         """True if some layer carries a recurrent state from token to token."""
         return any(kind.states for kind in self.kinds)

@@ -157,12 +157,15 @@ def route(attention: Any) -> None:
     Raises:
         UnsupportedModelError: The module does not look its function up in `AttentionInterface`.
     """
-    own_function(attention)
+    _functions(type(attention).forward)
     with lock:
         AttentionInterface.register(ROUTED, routed_attention)
-        if not isinstance(attention.config, RoutedConfig):
-            attention.config = RoutedConfig(attention.config)
-        attention.config.users += 1
+        routed = attention.config
+        if type(routed) is not RoutedConfig:
+            routed = RoutedConfig(routed)
+            # Torch's own asks several times for the class, which configurations tell slowly.
+            object.__setattr__(attention, "config", routed)
+        routed.users += 1
 
 
 def unroute(attention: Any) -> None:
@@ -172,7 +175,7 @@ def unroute(attention: Any) -> None:
         assert isinstance(routed, RoutedConfig)
         routed.users -= 1
         if routed.users == 0:
-            attention.config = routed.original
+            object.__setattr__(attention, "config", routed.original)
 
 
 @contextmanager
@@ -283,8 +286,11 @@ def own_function(attention: Any) -> Attend:
     """Return the attention function that a module would call without any attached cache."""
     interface, default = _functions(type(attention).forward)
     config = attention.config
-    name = (config.original if isinstance(config, RoutedConfig) else config)._attn_implementation
-    function: Attend = interface.get_interface(name, default)
+    name = (config.original if type(config) is RoutedConfig else config)._attn_implementation
+    try:
+        function: Attend = interface[name]
+    except KeyError:
+        function = interface.get_interface(name, default)
     return function
 
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvpolicy.errors import NotAttachedError
 from kvpolicy.integrations.transformers.state.layer_contents import LayerContents, LayerFacts
 from kvpolicy.integrations.transformers.state.packed import Packed, wastes_slots
-from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
+from kvpolicy.integrations.transformers.state.recent_queries import NO_QUERIES, RecentQueries
 from kvpolicy.integrations.transformers.state.storage import Plain, PlainStorage, Storage, StoredKV
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions, gather_slots
@@ -164,8 +164,11 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             whole: Whether ``kept`` is all slots; None if unknown.
             storage: How they are held; None for the layer's own storage.
         """
-        whole_state = carried if carried is None or kept is None else gather_slots(carried, kept)
-        observed = RecentQueries(carried=whole_state)
+        observed = NO_QUERIES
+        if carried is not None:
+            observed = RecentQueries(
+                carried=carried if kept is None else gather_slots(carried, kept)
+            )
         how: dict[str, Any] = {"counts": counts, "observed": observed, "storage": storage}
         room = self.room if room is None else room
         if kept is None or self._is_whole(keys, positions, kept, whole):
@@ -233,8 +236,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         elif kept is None:
             held = storage.hold(keys, values)
         else:
-            taken = (gather_slots(each, kept, padded=padded) for each in (keys, values))
-            held = storage.hold(*taken)
+            held = storage.hold(
+                gather_slots(keys, kept, padded=padded), gather_slots(values, kept, padded=padded)
+            )
         held = held.with_room(room) if room else held
         observed = self.contents.observed if observed is None else observed
         self.contents = LayerContents(held, chosen, padded, ragged, counts, observed)

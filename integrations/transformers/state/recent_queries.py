@@ -158,6 +158,9 @@ class RecentQueries:
         return _taken(self.queries, order), places.gather(1, order)
 
 
+NO_QUERIES = RecentQueries()
+
+
 def _taken(queries: Tensor, order: Tensor) -> Tensor:
     """Return the queries at the indices ``order`` ``[batch, taken]``.
 

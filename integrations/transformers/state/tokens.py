@@ -279,15 +279,6 @@ class SeenTokens:
         )
         return tokens, moved
 
-    def with_answer(self, ids: Tensor, first: int) -> SeenTokens:
-        """Return a copy with unknown ids filled in from ``ids``, from the column ``first`` on."""
-        own, acted = self.ids, self.acted_ids.shape[1]
-        count = max(min(self.seen - first, ids.shape[1]), 0)
-        known = own[:, first : first + count]
-        new = torch.where(known < 0, ids[:, :count].to(known), known)
-        own = torch.cat([own[:, :first], new, own[:, first + count :]], dim=1)
-        return attrs.evolve(self, acted_ids=own[:, :acted], appended_ids=own[:, acted:])
-
     def first_unlike(self, ids: Tensor) -> tuple[int, int] | None:
         """Return the first token read whose id differs in ``ids``, as row and column.
 

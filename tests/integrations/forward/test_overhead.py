@@ -19,6 +19,16 @@ LIMITS = {
     "AdaKV": (65, 9),
 }
 
+# The most Python calls that a layer may add in such a prompt.
+CALLS = {
+    "FullContext": 40,
+    "StreamingLLM": 85,
+    "SnapKV": 105,
+    "KeyDiff": 99,
+    "FastKV": 115,
+    "AdaKV": 133,
+}
+
 
 def test_operators_of_a_layer() -> None:
     for row in count_rows(list(LIMITS), 512, 4, "operators")[1:]:
@@ -31,4 +41,5 @@ def test_python_calls_of_a_layer() -> None:
     rows = count_rows(list(LIMITS), 512, 4, "calls")
     assert rows[0]["policy"] == BASELINE
     for row in rows[1:]:
+        assert row["prompt_added"] <= CALLS[row["policy"]], row
         assert row["token_added"] <= 0, row

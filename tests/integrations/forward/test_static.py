@@ -1,5 +1,6 @@
 """Decoding into buffers of a fixed size, compiled or not, against decoding into growing ones."""
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -7,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
-from transformers import CompileConfig, PreTrainedModel
+from transformers import (
+    CompileConfig,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, QuantizedStorage
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.packed import Packed
-from kvpolicy.policies import FastKV, SnapKV
+from kvpolicy.policies import TOVA, FastKV, SnapKV
 from tests.integrations.model.test_families import SUPPORTED, UNSEEN, model_of, suited
 from tests.integrations.test_generation import assert_same_state
 from tests.integrations.test_robustness import (
@@ -277,6 +283,53 @@ def test_a_failing_step_is_taken_back(model: PreTrainedModel, part: str, layer: 
     assert_same_state(cache, twin)
     said = continued(want.sequences[:, :-1], given["attention_mask"], 20, 9)
     assert_same(generate(model, twin, said), generate(model, cache, said))
+
+
+@pytest.mark.parametrize(
+    ("every", "criteria", "compiled"),
+    [
+        (None, "none", True),
+        (None, "by name", False),
+        (1, "none", True),
+        (1, "by position", False),
+        (3, "none", False),
+    ],
+)
+def test_the_ids_of_an_interrupted_answer_are_known(
+    model: PreTrainedModel, backend: Counting, every: int | None, criteria: str, compiled: bool
+) -> None:
+    """Also those of a copy that is made in the middle of the answer."""
+    decoding = None if every is None else (SNAPKV if every > 1 else TOVA()).decoding_rule(20, every)
+    policy = CachePolicy(SNAPKV.scorer, SNAPKV.selector, SNAPKV.propagation, decoding=decoding)
+    cache, given = PolicyCache(policy, max_new_tokens=ROOM), batch_of(60, 35)
+    whole = generate(model, PolicyCache(policy), given).sequences
+    copies: list[PolicyCache] = []
+
+    class Stopping:
+        def put(self, value: Tensor) -> None:
+            if cache.get_seq_length() == 64:
+                copies.append(copy.copy(cache))
+                raise Interrupted
+
+        def end(self) -> None:
+            pass
+
+    own = StoppingCriteriaList([MaxLengthCriteria(99)])
+    how: dict[str, Any] = {"streamer": Stopping()}
+    how |= {"compile_config": everywhere(backend)} if compiled else {}
+    how |= {"stopping_criteria": own} if criteria == "by name" else {}
+    before = (given["inputs"], None, None, own) if criteria == "by position" else ()
+    rest = {name: each for name, each in given.items() if name != "inputs" or not before}
+    with pytest.raises(Interrupted):
+        model.generate(
+            *before, past_key_values=cache, max_new_tokens=8, do_sample=False, **rest, **how
+        )
+    assert len(own) == 1
+    assert bool(backend.calls) is compiled
+    for each in (cache, *copies):
+        ids = each._reader.tokens.ids
+        assert ids.shape[1] >= 63
+        assert torch.equal(ids, whole[:, : ids.shape[1]])
 
 
 def test_appending_by_hand_uses_the_room_and_goes_beyond(model: PreTrainedModel) -> None:

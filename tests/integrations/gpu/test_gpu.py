@@ -53,6 +53,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_next": partial(hybrid_model, 3),
 }
 NEW_TOKENS = 12
+DEVICE = "cuda"  # the tests of the benchmarks run the same lines on the CPU
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ def _exact() -> None:
 
 def _both(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     model = MODELS[name]()
-    return model, copy.deepcopy(model).to("cuda")
+    return model, copy.deepcopy(model).to(DEVICE)
 
 
 def _padded() -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +115,7 @@ def test_compiled_decoding_says_what_the_loop_says(policy: CachePolicy) -> None:
         cache = PolicyCache(policy, max_new_tokens=room)
         answers.append(
             model.generate(
-                ids.to("cuda"),
+                ids.to(DEVICE),
                 past_key_values=cache,
                 max_new_tokens=40,
                 min_new_tokens=40,

@@ -70,6 +70,8 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
     indexers = getattr(config, "indexer_types", None) or [None] * num_layers
     crossing = getattr(config, "cross_attention_layers", None) or ()
     pools = getattr(config, "indexer_compress_ratio", None) is not None
+    latent = getattr(config, "kv_lora_rank", None) is not None
+    window = getattr(config, "window_size", None)
     kinds = []
     producers = _producers(config, called)
     for index in range(num_layers):
@@ -79,8 +81,8 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
             index,
             called[index] if index < len(called) else "full_attention",
             None if cached is None else type(cached).__name__,
-            getattr(cached, "sliding_window", None) or getattr(config, "window_size", None),
-            latent=getattr(config, "kv_lora_rank", None) is not None,
+            getattr(cached, "sliding_window", None) or window,
+            latent=latent,
             states=getattr(cached, "number_of_states", 1),
             indexes_blocks=hasattr(cached, "update_index"),
             crosses=index in crossing,

@@ -1,0 +1,156 @@
+"""What attaching a cache costs, counted, and that it sees a model as it is at that moment."""
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from benchmarks.overhead import SIZES, Calls
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.model.walking import modules_of, path_to
+from kvpolicy.policies import FastKV
+from tests.integrations.support.versions import OLD
+from tests.integrations.test_robustness import marks_on
+from tests.reference import random_tokens, tiny_model
+
+# The most Python calls for attaching and detaching: for each layer, of which 33 make Transformers'
+# own cache, and for the model.
+CALLS = 90, 380
+POLICY = FastKV(tsp_rate=0.4, retention_rate=0.3)
+
+
+@pytest.fixture(autouse=True)
+def _without_coverage() -> Iterator[None]:
+    before = sys.getprofile()
+    yield
+    sys.setprofile(before)
+
+
+def calls_of(layers: int) -> int:
+    model = tiny_model("llama", seed=1, num_layers=layers)
+    for _ in range(2):  # what is found once for a class is not counted
+        cache = PolicyCache(POLICY)
+        with Calls() as calls, cache.attached(model):
+            pass
+    return calls.count
+
+
+@pytest.mark.skipif(OLD, reason="other releases call other functions themselves")
+def test_python_calls() -> None:
+    few, many = map(calls_of, SIZES)
+    each = (many - few) / (SIZES[1] - SIZES[0])
+    assert each <= CALLS[0]
+    assert few - SIZES[0] * each <= CALLS[1]
+
+
+def test_the_tree_is_walked_as_torch_walks_it() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(shared, nn.ReLU()), shared)
+    model.add_module("none", None)
+    model[1].add_module("around", model)  # also a circle
+    assert modules_of(model) == list(model.modules())
+    for name, module in model.named_modules():
+        path = path_to(model, module)
+        assert [*path][-1] == name
+        assert list(path.values()) == [model.get_submodule(each) for each in path]
+        assert path[name] is module
+    assert path_to(model, nn.ReLU()) == {}
+    assert path_to(shared, shared) == {"": shared}
+
+
+def answer(model: Any, prompt: Tensor) -> tuple[Tensor, list[Tensor]]:
+    cache = PolicyCache(POLICY)
+    with cache.attached(model), torch.no_grad():
+        logits = model(prompt, past_key_values=cache, logits_to_keep=1).logits
+    return logits, [layer.positions for layer in cache.layers]
+
+
+def other_layers(model: Any) -> None:
+    model.model.layers = nn.ModuleList(reversed(model.model.layers[:4]))
+    model.config.num_hidden_layers = 4
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = index
+
+
+def other_attention(model: Any) -> None:
+    attention = copy.deepcopy(model.model.layers[2].self_attn)
+    attention.q_proj.weight.data.mul_(3)
+    model.model.layers[2].self_attn = attention
+
+
+def other_linear(model: Any) -> None:
+    linear = model.model.layers[1].self_attn.k_proj
+    model.model.layers[1].self_attn.k_proj = nn.Sequential(linear, nn.Tanh())
+
+
+def with_hook(model: Any) -> None:
+    model.model.layers[3].register_forward_hook(_halved)
+
+
+def _halved(module: nn.Module, args: Any, output: Any) -> Any:
+    return output / 2
+
+
+def eager(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+def moved(model: Any) -> None:
+    model.double()
+
+
+def with_lora(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    names = ["q_proj", "v_proj"]
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=names)
+    peft.inject_adapter_in_model(config, model)
+
+
+CHANGES = (other_layers, other_attention, other_linear, with_hook, eager, moved, with_lora)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_may_change_between_two_calls(change: Callable[[Any], None]) -> None:
+    """The next answer is that of an equal model that no cache was ever attached to."""
+    model, prompt = tiny_model("llama", seed=1, num_layers=6), torch.tensor([random_tokens(2, 60)])
+    first = answer(model, prompt)
+    change(model)
+    before = marks_on(model)
+    logits, positions = answer(model, prompt)
+    assert marks_on(model) == before
+    want = answer(copy.deepcopy(model), prompt)
+    assert torch.equal(logits, want[0])
+    assert all(map(torch.equal, positions, want[1]))
+    assert change is eager or not torch.equal(logits, first[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_an_adapter_is_removed_again() -> None:
+    peft = pytest.importorskip("peft")
+    model, prompt = tiny_model("llama", seed=1, num_layers=6), torch.tensor([random_tokens(2, 60)])
+    want = answer(model, prompt)[0]
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"])
+    wrapped = peft.get_peft_model(model, config)
+    assert not torch.equal(answer(wrapped, prompt)[0], want)
+    assert torch.equal(answer(wrapped.unload(), prompt)[0], want)
+
+
+def test_a_cache_does_not_change_its_model() -> None:
+    one, other = tiny_model("llama", seed=1), tiny_model("llama", seed=2)
+    cache, prompt = PolicyCache(POLICY), torch.tensor([random_tokens(2, 60)])
+
+    def read(model: PreTrainedModel) -> None:
+        with cache.attached(model), torch.no_grad():
+            model(prompt, past_key_values=cache)
+
+    read(one)
+    with pytest.raises(ValueError, match="model must be the one that filled the cache"):
+        read(other)
+    cache.reset()
+    read(other)
