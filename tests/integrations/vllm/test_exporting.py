@@ -284,7 +284,7 @@ def test_absolute_positions_are_refused(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=97, n_embd=24, n_layer=2, n_head=2, n_positions=128)
     model = GPT2LMHeadModel(config).eval()
     cache = read_prompt(model, StreamingLLM(0.4), PROMPT)
-    with pytest.raises(UnsupportedModelError, match="is given no rotary embedding"):
+    with pytest.raises(UnsupportedModelError, match="gets no rotary embedding"):
         export(cache, model, tmp_path / "it.safetensors")
 
 
