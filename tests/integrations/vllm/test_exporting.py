@@ -221,7 +221,9 @@ def test_lower_precision_is_turned_in_higher(tmp_path: Path) -> None:
 )
 def test_unequal_numbers_are_refused(policy: CachePolicy, llama: Any, tmp_path: Path) -> None:
     cache = read_prompt(llama, policy, PROMPT)
-    with pytest.raises(ValueError, match=r"as many tokens in every head .* under .*SnapKV") as said:
+    with pytest.raises(
+        ValueError, match=r"equally many tokens in every head .* under .*SnapKV"
+    ) as said:
         export(cache, llama, tmp_path / "it.safetensors")
     assert str(policy) in str(said.value)
     assert list(tmp_path.iterdir()) == []
