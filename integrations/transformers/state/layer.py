@@ -431,9 +431,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Raise an error, since only the cache can tell a prompt from an appended token."""
-        raise NotAttachedError(
-            "a PolicyLayer must be written through PolicyCache.update, not directly"
-        )
+        raise NotAttachedError("a PolicyLayer is written through PolicyCache.update, not directly")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys the next forward attends to, and how many columns are not stored."""
