@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where the user stopped it. Other than 0 comes with a line ``error: ...`` on stderr.
     """
     try:
-        # Transformers imports torchao where it is installed, which complains of what it lacks.
+        # If torchao is installed, Transformers imports it, and it warns about missing libraries.
         for noisy in ("torchao", "torch.utils._pytree"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
         require("typer", extra="cli")
@@ -29,11 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from kvpolicy.evaluation.commands.app import run
 
         return run(sys.argv[1:] if arguments is None else list(arguments))
-    except BrokenPipeError:  # the reader of stdout has left, as `| head` does
+    except BrokenPipeError:  # the reader of stdout has closed it, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 1
     except Exception as error:
-        # A command's work raises these for what its user can put right; the rest are bugs.
+        # A command's work raises these for the user's mistakes; other errors are bugs.
         if not isinstance(error, MissingExtraError | ValueError | OSError | _out_of_memory()):
             raise
         print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
@@ -44,6 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _out_of_memory() -> type[Exception]:
-    """Return torch's error of a full memory; where torch is not imported none can be raised."""
+    """Return torch's out-of-memory error; without torch, an error that is not raised here."""
     torch = sys.modules.get("torch")
     return MissingExtraError if torch is None else torch.OutOfMemoryError

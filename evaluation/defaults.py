@@ -1,4 +1,4 @@
-"""Names and default values that options of the command line tell.
+"""Names and default values that the command line's options show.
 
 They have a module of their own, without torch, so that options are read before it is imported.
 """
@@ -7,25 +7,25 @@ from __future__ import annotations
 
 NEEDLE = "needle"
 LONG_ANSWERS = "long_answers"
-# The bundled models by name, and where each is loaded.
+# The bundled models: name, and module that loads it.
 BUNDLED = {
     name: f"kvpolicy.evaluation.tasks.{name}" for name in (NEEDLE, "ruler_words", LONG_ANSWERS)
 }
-# The first layer that answers as full context does in `kvpolicy compare --sweep`, whose prompts are
-# others than those it compares on.
+# The first layer that answers as well as full context in `kvpolicy compare --sweep`, whose prompts
+# are not those of the comparison.
 NEEDLE_TSP_LAYER = 2
 # Names of torch's dtypes.
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 MIN_NEEDLE_CONTEXT = 64
-# Tokens of the prompts that are made for a bundled model, where no other length is asked for.
+# Default number of tokens of the prompts that are made for each bundled model.
 OWN_CONTEXTS = {NEEDLE: 1024, LONG_ANSWERS: 256}
-# A layer must not be chosen on the prompts that it is then measured on: calibration draws others.
+# Calibration draws other prompts, so that a layer is not chosen on the prompts that test it.
 CALIBRATION_SEED_OFFSET = 2000
-# Of a comparison: the paper's two rates, and one so low that the bundled model tells methods apart.
+# Rates of a comparison: the paper's two, and one low enough to tell methods apart.
 RATES = (0.02, 0.1, 0.2)
 
-# Of compressed prompts: the share that is kept, and where a chunk may end.
+# Defaults of compressed prompts: the share that is kept, and where a chunk may end.
 COMPRESSION_RATE = 0.2
 ALIGNMENT_NAMES = ("line", "word", "token")
 # How a model may attend in an estimate of memory.
@@ -33,7 +33,7 @@ ATTENTION_NAMES = ("sdpa", "flash", "eager")
 
 
 def default_tsp_layer(name: str) -> int | None:
-    """Return the layer after which FastKV drops tokens in a known model; else None.
+    """Return the layer after which FastKV drops tokens in a known model; None for others.
 
     Args:
         name: As for `kvpolicy.evaluation.load`.

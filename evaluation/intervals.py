@@ -77,7 +77,7 @@ class Difference:
 def paired_difference(
     scores: Sequence[float], baseline: Sequence[float], *, scale: float = 1.0
 ) -> Difference:
-    """Return the mean score difference of two methods on the same prompts, with 95% interval.
+    """Return two methods' mean score difference on the same prompts, with its 95% interval.
 
     The interval is the normal one of the differences ``scores - baseline`` and of two more, one of
     ``+scale`` and one of ``-scale`` (Bonett and Price, 2012, for scores of 0 and 1), cut to what
@@ -100,8 +100,8 @@ def paired_difference(
     """
     if not scores or len(scores) != len(baseline):
         raise ValueError(
-            f"scores and baseline must be of the same prompts, at least one, got {len(scores)} and "
-            f"{len(baseline)}"
+            "scores and baseline must have one entry for each prompt, at least one, got "
+            f"{len(scores)} and {len(baseline)}"
         )
     differences = [own - full for own, full in zip(scores, baseline, strict=True)]
     extended = [*differences, scale, -scale]

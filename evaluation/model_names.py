@@ -1,4 +1,4 @@
-"""Tell names of models on the Hugging Face Hub from folders, without a network."""
+"""Distinguish Hub names of models from folders, without a network."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from kvpolicy.evaluation.defaults import BUNDLED
 
-# What the Hugging Face Hub takes for a name: "model" or "owner/model".
+# The form of a name on the Hugging Face Hub: "model" or "owner/model".
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 
 
 def check_model_name(name: str) -> str:
-    """Check a model's name as far as that needs no network.
+    """Check a model's name as far as is possible without a network.
 
     A name such as ``models/llama`` could be a folder or the Hub's. If there is a folder ``models``
     here, it counts as a folder, unless the Hub's model of that name was downloaded before.
@@ -46,8 +46,8 @@ def check_model_name(name: str) -> str:
         )
     if os.sep in name and path.parent.is_dir() and cached_config(name) is None:
         raise ValueError(
-            f"model {name} does not exist in the folder {path.parent} that is here; for the Hub's "
-            f"model of this name, start from a folder without {path.parent}"
+            f"model {name} does not exist in the local folder {path.parent}; for the Hub's model "
+            f"of this name, run the command in a folder that has no {path.parent}"
         )
     return name
 
@@ -58,12 +58,12 @@ def is_hub_name(name: str) -> bool:
 
 
 def cached_config(name: str) -> Path | None:
-    """Return the ``config.json`` of a Hub model from the local cache; None if it is not there."""
+    """Return the ``config.json`` of a Hub model from the local cache; None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # such as one with "--" in it, which the Hub has none of
+    except HFValidationError:  # such as a name with "--" in it, which the Hub does not allow
         return None
     return Path(found) if isinstance(found, str) else None

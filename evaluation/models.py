@@ -115,7 +115,7 @@ def _check_device(device: str) -> torch.device:
         target = torch.device(device)
         torch.empty(0, device=target)
     except (RuntimeError, AssertionError) as error:
-        # Torch says on the first line what is wrong, and then where in its own code.
+        # The first line of torch's message says what is wrong; the others show its own code.
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"device must be one torch can use here, got {device!r}: {reason}"

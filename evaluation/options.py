@@ -1,4 +1,4 @@
-"""Declare options of the command line as fields of attrs classes, and those that commands share."""
+"""Declares command-line options as fields of attrs classes, and the options commands share."""
 
 from __future__ import annotations
 
@@ -55,21 +55,28 @@ def split_names(names: Iterable[str], option: str) -> tuple[str, ...]:
     for each in names:
         for name in each.split(","):
             if not name.strip():
-                raise ValueError(f"{option} must be names with commas between them, got {each!r}")
+                raise ValueError(f"{option} must be names separated by commas, got {each!r}")
             found.append(name.strip())
     return tuple(dict.fromkeys(found))
 
 
-MODEL = "A folder, a Hub name, or a bundled model: needle, ruler_words, long_answers."
-PROMPT = "The prompt, UTF-8 text, or - for standard input; line ends at its end are cut off."
-# Of options that some commands must be given, or that have another default in each.
-CHAT = Option("Chat template; by default where there is one.", ("--chat/--no-chat",))
-JSON = Option("Write the numbers there.", ("--json",), metavar="FILE")
-SCORER = Option("A composition's scorer: a name, or name:parameter=value,...", metavar="PART")
-THREADS = Option("CPU threads; default: OMP_NUM_THREADS, or idle processors, at most 4.", min=1)
+MODEL = "The model: a folder, a Hub name, or a bundled model (needle, ruler_words, long_answers)."
+PROMPT = (
+    "File with the prompt as UTF-8 text, or - for standard input; line ends at the end are removed."
+)
+# Options that only some commands require, or whose default differs by command.
+CHAT = Option("Use the model's chat template; default: if it has one.", ("--chat/--no-chat",))
+JSON = Option("File to write the numbers to, as JSON.", ("--json",), metavar="FILE")
+SCORER = Option(
+    "Scorer of a composed policy: a name, or name:parameter=value,...; default: SnapKV's.",
+    metavar="PART",
+)
+THREADS = Option(
+    "CPU threads; default: OMP_NUM_THREADS, else the idle processors, at most 4.", min=1
+)
 TSP_LAYER = Option(
-    "Layer after which FastKV drops tokens, from 0; default: the policy's own, or the one chosen "
-    "for the bundled model."
+    "Layer after which FastKV drops tokens, counted from 0; default: the policy's own, or the "
+    "one chosen for the bundled model."
 )
 
 
@@ -83,10 +90,14 @@ class LoadingOptions:
 
     model: Annotated[str, Option(MODEL, metavar="NAME")] = NEEDLE
     dtype: Annotated[
-        str, Option(f"auto (the checkpoint's own), {', '.join(DTYPE_NAMES)}.", metavar="NAME")
+        str,
+        Option(
+            f"Number format of the weights: auto (the checkpoint's own), {', '.join(DTYPE_NAMES)}.",
+            metavar="NAME",
+        ),
     ] = "auto"
     device: Annotated[
-        str, Option("Where to compute, as torch names it: cpu, cuda.", metavar="NAME")
+        str, Option("Device to compute on, by its name in torch: cpu, cuda.", metavar="NAME")
     ] = "cpu"
 
     def __attrs_post_init__(self) -> None:
@@ -99,7 +110,10 @@ class ModelOptions(LoadingOptions):
 
     beyond_positions: Annotated[
         bool,
-        Option("Read prompts longer than the model has positions for as well; refused otherwise."),
+        Option(
+            "Read prompts with more tokens than the model has positions; otherwise they are "
+            "refused."
+        ),
     ] = False
 
 
@@ -108,9 +122,11 @@ class NeedleOptions(ModelOptions):
     """Command-line options for the model and the needle task's prompts."""
 
     context: Annotated[
-        int, Option("Tokens of a needle prompt, at least 64.", min=MIN_NEEDLE_CONTEXT)
+        int, Option("Number of tokens in a needle prompt, at least 64.", min=MIN_NEEDLE_CONTEXT)
     ] = 1024
-    count: Annotated[int, Option("Needle prompts: half one-hop, half two-hop.", min=2)] = 16
+    count: Annotated[
+        int, Option("Number of needle prompts; half have one hop, half two.", min=2)
+    ] = 16
 
 
 # Parameters that have an option of their own.
@@ -136,7 +152,7 @@ class PrefillOptions:
     names: Annotated[
         tuple[str, ...],
         Option(
-            "Names from `kvpolicy policies`, comma-separated or repeated.",
+            "Policies to use, by their names in `kvpolicy policies`; comma-separated or repeated.",
             ("--policy", "--policies", "-p"),
             metavar="NAMES",
             read=split_names,
@@ -145,7 +161,7 @@ class PrefillOptions:
     rates: Annotated[
         tuple[float, ...],
         Option(
-            "Fraction of the context that every layer keeps, in (0, 1], repeatable.",
+            "Fraction of the context that every layer keeps, in (0, 1]; repeatable.",
             ("--rate", "--retention-rate", "-r"),
             metavar="RATE",
         ),
@@ -153,17 +169,18 @@ class PrefillOptions:
     tokens: Annotated[
         tuple[int, ...],
         Option(
-            "Tokens that every layer keeps, in place of a rate, repeatable.",
+            "Number of tokens that every layer keeps, instead of --rate; repeatable.",
             ("--retention-tokens",),
         ),
     ] = ()
-    protect: Annotated[int | None, Option("First tokens of the context that are always kept.")] = (
-        None
-    )
+    protect: Annotated[
+        int | None, Option("Number of the context's first tokens that are always kept.")
+    ] = None
     assignments: Annotated[
         dict[str, Any],
         Option(
-            "A parameter of what takes it, repeatable; such as window_size=16.",
+            "Set a parameter, such as window_size=16, of every policy and part that takes it; "
+            "repeatable. Parameters given with a part override it.",
             ("--set",),
             metavar="NAME=VALUE",
             read=parse_assignments,
@@ -173,7 +190,7 @@ class PrefillOptions:
     selector: Annotated[
         PartOption | None,
         Option(
-            "Its selector, likewise.",
+            "Selector of a composed policy, written as --scorer is; default: SnapKV's.",
             metavar="PART",
             read=PartOption.parse,
         ),
@@ -181,7 +198,7 @@ class PrefillOptions:
     propagation: Annotated[
         PartOption | None,
         Option(
-            "Its propagation policy, likewise; what is not named is SnapKV's.",
+            "Propagation policy of a composed policy, written as --scorer is; default: SnapKV's.",
             metavar="PART",
             read=PartOption.parse,
         ),
@@ -189,7 +206,7 @@ class PrefillOptions:
 
     def __attrs_post_init__(self) -> None:
         if self.rates and self.tokens:
-            raise ValueError("at most one of --rate and --retention-tokens must be given, got both")
+            raise ValueError("at most one of --rate and --retention-tokens may be given, got both")
         for name, option in OWN_OPTIONS.items():
             if name in self.assignments:
                 raise ValueError(f"{name} must be given by {option}, got --set {name}")
@@ -246,20 +263,20 @@ class PolicyOptions(PrefillOptions):
     decoding_tokens: Annotated[
         int | None,
         Option(
-            "Tokens that every layer keeps while an answer is decoded, by the policy's own rule; "
-            "default: all."
+            "Number of tokens that every layer keeps while an answer is decoded, chosen by the "
+            "policy's own rule; default: all."
         ),
     ] = None
     decoding_every: Annotated[
         int | None,
-        Option("Decoded tokens from one choice to the next; default: the policy's own."),
+        Option("Number of decoded tokens between two evictions; default: the policy's own."),
     ] = None
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.decoding_every is not None and self.decoding_tokens is None:
             raise ValueError(
-                "--decoding-tokens must be given with --decoding-every, got "
+                "--decoding-tokens must be given with --decoding-every, got --decoding-every "
                 f"{self.decoding_every} alone"
             )
         for option, value in (

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # A colour as matplotlib makes them: red, green, blue, opacity, each in [0, 1].
 Colour = tuple[float, float, float, float]
-# Inches of a row, and of what stands above and below all of them.
+# Inches of a row, and of what is above and below all of them.
 ROW, MARGIN = 0.27, 1.2
 _TEXT = 9
 
@@ -27,8 +27,8 @@ class Cell:
 
     Args:
         column: Where it begins, from 0.
-        text: What stands on it.
-        value: What its colour stands for.
+        text: The text on it.
+        value: The value that its colour shows.
         span: Columns that it covers.
     """
 
@@ -43,7 +43,7 @@ def new_figure(width: float, rows: int) -> Figure:
 
     Args:
         width: Inches.
-        rows: Of the tables on it, which stand side by side.
+        rows: Of the tables on it, side by side.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -104,7 +104,7 @@ def accuracy_colour() -> Callable[[float], Colour]:
     from matplotlib import colormaps
 
     found = colormaps["YlGnBu"]
-    # The darkest end leaves no contrast between near and full.
+    # The darkest colours are left out, since they are hard to tell apart.
     return lambda value: found(0.04 + 0.7 * value / 100)
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from kvpolicy.evaluation.models import Loaded
 
-# Positions from which an embedding's rows may start, beside those that tokens have (OPT's 2).
+# Extra rows that a position embedding may have before the tokens' positions (OPT has 2).
 _ROWS_BEFORE = 2
 
 
@@ -55,7 +55,7 @@ def check_whole(tokenizer: Any, ids: Sequence[int], what: str) -> None:
     check_known(tokenizer, ids, what)
     if tokenizer.unk_token_id in ids:
         raise ValueError(
-            f"{what} must be in words that the tokenizer knows, got one that it does not; give "
+            f"{what} must have only words that the tokenizer knows, got an unknown one; give "
             "another answer, or a model with another tokenizer"
         )
 
@@ -96,13 +96,13 @@ def check_positions(
     got = f"got {what} of {prompt_len:,} tokens{answer}"
     if not beyond:
         raise ValueError(
-            f"prompts must fit into the {limit:,} positions of {loaded.name}, {got}; give {remedy}"
-            " or another --model, or --beyond-positions to read it all the same"
+            f"prompts must fit into the {limit:,} positions of {loaded.name}, {got}; give "
+            f"{remedy} or another --model, or --beyond-positions to read it anyway"
         )
     if _has_table(loaded.model, limit):
         raise ValueError(
-            f"--beyond-positions must not be given with {loaded.name}, which has an embedding for "
-            f"each of {limit:,} positions and none beyond, {got}; give {remedy} or another --model"
+            f"--beyond-positions must not be given with {loaded.name}, which has only {limit:,} "
+            f"position embeddings, {got}; give {remedy} or another --model"
         )
 
 

@@ -32,7 +32,7 @@ def default_threads() -> int:
     threads that share a processor wait for each other at every operation, and small models gain
     nothing from more. What the variable asks for beyond the machine's processors is left out.
     """
-    # OpenMP takes a list, one entry a level of nesting; only the outer one counts here.
+    # OpenMP accepts a list with one entry for each level of nesting; only the first counts here.
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if asked.isdecimal() and int(asked) > 0:
         return min(int(asked), os.cpu_count() or 1)
@@ -101,7 +101,10 @@ def check_folder(folder: Path, files: Sequence[str] = ()) -> None:
     _try_to_write("out", existing, folder)
     for name in files:
         if (folder / name).is_dir():
-            raise ValueError(f"out must leave {name} to the results, got a folder {folder / name}")
+            raise ValueError(
+                f"out must not contain a folder named {name}, since a file of results has this "
+                f"name, got the folder {folder / name}"
+            )
 
 
 def check_file(option: str, file: Path) -> None:
@@ -118,7 +121,9 @@ def check_file(option: str, file: Path) -> None:
         raise ValueError(f"{option} must be a file, got the folder {file}")
     existing = next(path for path in file.absolute().parents if path.exists())
     if not existing.is_dir():
-        raise ValueError(f"{option} must be a file in a folder, got {file}, but {existing} is none")
+        raise ValueError(
+            f"{option} must be a file in a folder, got {file}, but {existing} is not a folder"
+        )
     _try_to_write(option, existing, file)
 
 
@@ -134,8 +139,8 @@ def _try_to_write(option: str, existing: Path, wanted: Path) -> None:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ValueError(
-            f"{option} must be a place that can be written to, got {wanted}, and in {existing}: "
-            f"{reason}"
+            f"{option} must be a place that can be written to, got {wanted}: writing to {existing} "
+            f"failed ({reason})"
         ) from None
 
 

@@ -1,1 +1,1 @@
-"""Connect policies to other libraries."""
+"""Connects policies to other libraries."""

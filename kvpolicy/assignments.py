@@ -1,4 +1,4 @@
-"""Reads parts and values of parameters as they are written on command lines."""
+"""Parses policy parts and values of parameters that are written on command lines."""
 
 from __future__ import annotations
 

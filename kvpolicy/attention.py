@@ -25,7 +25,7 @@ __all__ = [
 BLOCK_BYTES = {"cpu": 1 << 22}
 OTHER_BLOCK_BYTES = 1 << 28
 
-# The most queries for whose attention it is not worth to ask whether any key is padding.
+# Up to this many queries, it is not worth checking whether any key is padding.
 FEW_QUERIES = 64
 
 
@@ -75,7 +75,7 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
         else:
             summed = (query_weights[:, None, None, shown] @ weights)[:, :, 0]
         if sums is None and summed.shape[1:] == (context.query_heads, context.key_len):
-            sums = summed  # of all heads and keys, as where few queries are looked at
+            sums = summed  # of all heads and keys, as for few queries
             continue
         sums = _nothing(context) if sums is None else sums
         sums[:, block, : weights.shape[-1]] += summed
@@ -100,7 +100,7 @@ def causal_attention_peaks(context: LayerContext) -> Tensor:
 
 def _nothing(context: LayerContext) -> Tensor:
     """Return a float32 zero tensor ``[batch, query_heads, key_len]`` to sum attention in."""
-    queries = context.queries  # refused where there are none: zeros would pass for an answer
+    queries = context.queries  # an error without queries, since zeros would look like a result
     shape = (*queries.shape[:2], context.key_len)
     return torch.zeros(shape, dtype=torch.float32, device=queries.device)
 
@@ -133,7 +133,7 @@ def _is_padded(context: LayerContext) -> bool:
     """True if any key or query may be padding; without padding, masking the weights is skipped."""
     if context._held_len is not None:
         return min(context._held_len) < context.key_len
-    # To ask waits for the device, which few queries' weights are too small for.
+    # The check waits for the device, which costs more than the weights of few queries.
     few = context.query_len <= FEW_QUERIES
     return few or not bool(context.valid.all() & context.query_valid.all())
 
@@ -225,7 +225,7 @@ def standardized(saliency: Tensor, scored: Tensor) -> Tensor:
     Returns:
         float32 of the same shape; tokens that are not scored are shifted and scaled too.
     """
-    # In float64, since rows with padding have to give what they give alone.
+    # In float64, since rows with padding must give the same result as without it.
     exact = saliency.double()
     count = scored.sum(dim=-1, keepdim=True).clamp(min=1)
     centered = exact - exact.masked_fill(~scored, 0.0).sum(dim=-1, keepdim=True) / count

@@ -91,7 +91,7 @@ class Budget:
         if self.rate is not None:
             return self.rate if context_len is None else self._rate_of(context_len, protected)
         if context_len is None:
-            raise ValueError(f"context_len must be given where {self.name}_tokens is, got None")
+            raise ValueError(f"context_len must be given if {self.name}_tokens is, got None")
         kept = self.count(seen_len=context_len, available=context_len, protected=protected)
         return kept / context_len
 

@@ -13,7 +13,7 @@ from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import Part, build, check_names, name_of, registered
 from kvpolicy.renamed import in_new_words
 
-# What a composition has where nothing is named: SnapKV's.
+# The parts of a composed policy by default: SnapKV's.
 PARTS = {
     "scorer": "window_max_pool_scorer",
     "selector": "gqa_group_selector",

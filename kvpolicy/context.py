@@ -95,7 +95,7 @@ class LayerContext:
     _stored: tuple[Tensor, Tensor] | None = attrs.field(default=None, kw_only=True)
     _held_len: tuple[int, ...] | None = attrs.field(default=None, kw_only=True)
 
-    # Sizes, worked out once: parts ask for them many times at every layer.
+    # Sizes, computed once, since parts read them many times at every layer.
     batch: int = attrs.field(init=False)
     kv_heads: int = attrs.field(init=False)
     query_heads: int = attrs.field(init=False)
@@ -104,7 +104,7 @@ class LayerContext:
     new_len: int = attrs.field(init=False)
     # Whether every slot of every head is known to hold a token.
     _unpadded: bool = attrs.field(init=False, repr=False)
-    # What selectors have said of their counts, by id; see `known_counts`.
+    # The counts that selectors have returned, by id; see `known_counts`.
     _counts: dict[int, tuple[int, ...] | None] = attrs.field(init=False, factory=dict, repr=False)
 
     carried = Moved("decoding.state")
@@ -334,10 +334,10 @@ class LayerContext:
         """
         if not self.query_len:
             raise ShapeError(
-                "a scorer must declare num_queries to look at queries, since it is shown none "
-                f"otherwise, got none of layer {self.layer_idx}; override num_queries to return "
-                "how many of the last ones it looks at, or None for all (a selector or a "
-                "propagation policy has none of its own; let a scorer look)"
+                "a scorer must declare num_queries to read queries, got a scorer that declares "
+                f"none at layer {self.layer_idx}; override num_queries to return how many of the "
+                "last queries it reads, or None for all (selectors and propagation policies get "
+                "no queries; read them in a scorer)"
             )
         return self._queries
 
@@ -358,7 +358,7 @@ class LayerContext:
         """Each query token's position in the prompt: ``[batch, query_len]``, -1 on padding."""
         if self.decoding.query_positions is not None:
             return self.decoding.query_positions
-        last = self.positions[:, 0, self.key_len - self.query_len :]  # new tokens: as in all heads
+        last = self.positions[:, 0, self.key_len - self.query_len :]  # new ones: alike in all heads
         return last.masked_fill(~self.query_valid, -1)
 
     def is_tail(self, size: int) -> Tensor:

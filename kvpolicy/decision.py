@@ -14,8 +14,8 @@ class Decision:
     """A policy's decision at one layer: which tokens it keeps, and which go on to the next layer.
 
     Args:
-        kept: ``[batch, kv_heads, kept_len]``; of one head where all heads share what is stored.
-            None where the policy `decides_later`.
+        kept: ``[batch, kv_heads, kept_len]``; of one head if all heads share the stored keys.
+            None if the policy `decides_later`.
         passed_on: ``[batch, passed_len]``; None for all.
         state: The state that the scorer of the policy's `DecodingEviction` keeps for each key, kept
             or not; None if it keeps no state. See `Scorer.update`.

@@ -1,4 +1,4 @@
-"""Decides whether a property that a part's class declares still holds in its subclasses."""
+"""Decides whether a property that a part's class declares still holds in a subclass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 
 from kvpolicy.interfaces import Part
 
-# What each declaration is about: who overrides one of these has to declare it anew.
+# The methods that each declaration is about: a class that overrides one must declare again.
 ABOUT = {
     "accumulates": ("score", "update", "state_size", "num_queries"),
     "scores_last_attention": ("score", "num_queries"),
@@ -19,7 +19,7 @@ ABOUT = {
 
 
 def still_holds(part: Part, declaration: str, *methods: str) -> bool:
-    """True if a base class's claim about its methods holds, as no subclass overrides them.
+    """True if no subclass overrides the methods that a base class's declared property describes.
 
     A declaration that a class inherits may be false for a method that the class overrides.
 

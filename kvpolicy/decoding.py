@@ -17,7 +17,7 @@ from kvpolicy.short_repr import brief
 @by_name("scorer selector every")
 @attrs.frozen
 class DecodingEviction:
-    """Rule by which every layer evicts tokens while an answer is decoded, every so many tokens.
+    """Rule by which every layer evicts tokens at regular intervals while an answer is decoded.
 
     When ``every`` tokens have been appended since the last choice, the selector chooses among all
     entries of the layer, and the others are dropped. So a layer never holds more than the budget
@@ -28,7 +28,7 @@ class DecodingEviction:
     Args:
         scorer: Decides how much each token matters; None if the selector does not need that.
         selector: Decides which entries a layer keeps. Its budget must be a number of tokens: a
-            rate of a growing context is no bound.
+            rate does not bound a growing context.
         every: Tokens from one choice to the next, at least 1.
 
     Raises:
@@ -56,21 +56,20 @@ class DecodingEviction:
         for part in self._parts:
             if part.history_layers:
                 raise ValueError(
-                    "the parts of a DecodingEviction must not look at the saliency of the layers "
-                    f"before, since layers choose one by one while decoding, got {part} with "
+                    "the parts of a DecodingEviction must not read the saliency of earlier "
+                    f"layers, since layers choose one by one while decoding, got {part} with "
                     f"history_layers={part.history_layers}"
                 )
         if not self.selector.is_bounded:
             raise ValueError(
                 "selector of a DecodingEviction must have a budget in tokens, such as "
-                "retention_tokens=512, since an answer grows and a rate of it is no bound, got "
+                "retention_tokens=512, since a rate does not bound an answer that grows, got "
                 f"{self.selector}"
             )
         if self.selector.decides_together:
             raise ValueError(
-                "selector of a DecodingEviction must choose layer by layer, as every layer does "
-                f"once it has attended, got {self.selector}, which decides for all of them "
-                "together; use another one, such as GQAGroupSelector"
+                f"selector of a DecodingEviction must choose layer by layer, got {self.selector}, "
+                "which decides for all layers together; use another one, such as GQAGroupSelector"
             )
         if self.selector.needs_saliency:
             if self.scorer is None:

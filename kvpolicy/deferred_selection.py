@@ -34,7 +34,7 @@ class DeferredLayer:
         return DeferredLayer(context, saliency)
 
     def with_saliency(self, saliency: Tensor) -> DeferredLayer:
-        """Return a copy with a newly computed saliency ``[batch, heads, key_len]``."""
+        """Return a copy of the record with a new saliency ``[batch, heads, key_len]``."""
         return DeferredLayer.of(self.context, saliency)
 
     def among(self, rows: Tensor) -> DeferredLayer:
@@ -90,15 +90,15 @@ def check_later(scorer: Scorer | None, selector: KVSelector, rereading: Repetiti
             inputs that a second reading does not have, or a second reading would score nothing.
     """
     if selector.decides_together or rereading is not None:
-        _check_asks(selector, f"which chooses when all layers were read: {selector}")
+        _check_asks(selector, f"that chooses after all layers were read: {selector}")
     if rereading is None:
         return
     if scorer is None or not selector.needs_saliency or scorer.num_queries == 0:
         raise ValueError(
-            "rereading must be None where no queries are scored, since a second reading is for its "
-            f"queries, got {rereading} with the scorer {scorer} and {selector}"
+            "rereading must be None if no queries are scored, since a second reading provides "
+            f"only queries, got {rereading} with the scorer {scorer} and {selector}"
         )
-    _check_asks(scorer, f"which is shown a second reading, {rereading}: {scorer}")
+    _check_asks(scorer, f"that scores a second reading, {rereading}: {scorer}")
 
 
 def _check_asks(part: Part, what: str) -> None:

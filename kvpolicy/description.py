@@ -34,7 +34,7 @@ def describe(part: Part) -> Description:
         >>> describe(GQAGroupSelector(retention_tokens=64, window_size=4))["type"]
         'gqa_group_selector'
     """
-    # Only classes are looked up, and another callable need not have a hash.
+    # Only classes are looked up, since other callables may have no hash.
     names = {each: name for name, each in registered().items() if isinstance(each, type)}
     described: Description = _described(part, names)
     return described
@@ -46,7 +46,7 @@ def _described(value: Any, names: dict[Any, str]) -> Any:
         fields = {
             each.name: _described(getattr(value, each.name), names)
             for each in attrs.fields(kind)
-            if each.init  # what is made of them is made again
+            if each.init  # fields computed from these are computed again
         }
         module = _SAVED_MODULES.get(kind.__module__, kind.__module__)
         unregistered = f"{module}:{kind.__qualname__}"
@@ -54,7 +54,7 @@ def _described(value: Any, names: dict[Any, str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_described(each, names) for each in value]
     if isinstance(value, float):
-        return float(value)  # a default rate as any other
+        return float(value)  # default rates are written like others
     if value is None or isinstance(value, (str, int)):
         return value
     return {"type": "repr", "repr": repr(value)}
@@ -106,7 +106,7 @@ def from_description(description: Description) -> CachePolicy:
 
 
 def _name_now(name: str, known: dict[str, Any]) -> str:
-    """Return the name of what an earlier version may have registered under another one."""
+    """Return the present name of a policy or part, which an earlier version may have renamed."""
     names = (name, EARLIER.get(name, name), *(f"{name}_{kind}" for kind in KINDS))
     return next((each for each in names if each in known), name)
 

@@ -32,24 +32,24 @@ def check_gapless(
     """
     if not selector.equal_counts:
         raise ValueError(
-            "gapless must be False where heads or layers may keep unlike numbers of tokens, since "
-            "the next token then has no one position behind them, got gapless=True with "
+            "gapless must be False if heads or layers may keep different numbers of tokens, "
+            "since the next token then has no single position after them, got gapless=True with "
             f"{selector}; use a selector that declares equal_counts, such as GQAGroupSelector"
         )
     if propagation.restarts:
         raise ValueError(
-            f"gapless must be False where {propagation} restarts the prefill, which reads the "
-            "chosen tokens at positions without gaps itself, got True"
+            f"gapless must be False if {propagation} restarts the prefill, since a restart "
+            "already reads the chosen tokens at positions without gaps, got True"
         )
     if decoding is not None:
         raise ValueError(
-            "decoding must be None where gapless is True, since keys are turned at the end of a "
-            f"prompt only, not while an answer is decoded, got {decoding}"
+            "decoding must be None if gapless is True, since keys are rotated only at the end of "
+            f"a prompt, not while an answer is decoded, got {decoding}"
         )
     if rereading is not None:
         raise ValueError(
-            "rereading must be None where gapless is True, since a prompt is read again at the "
-            f"positions of the first time, got {rereading}"
+            "rereading must be None if gapless is True, since the second reading uses the "
+            f"positions of the first one, got {rereading}"
         )
 
 
@@ -65,6 +65,6 @@ def check_acting(propagation: PropagationPolicy, acting: Sequence[int]) -> None:
     """
     if acting:
         raise ValueError(
-            f"gapless must be False where tokens are dropped, as {propagation} does at layers "
-            f"{list(acting)}, since layers then may hold unlike numbers of tokens, got True"
+            f"gapless must be False if tokens are dropped, as {propagation} does after layers "
+            f"{list(acting)}, since layers may then hold different numbers of tokens, got True"
         )

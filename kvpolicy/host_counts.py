@@ -29,7 +29,7 @@ def known_counts(selector: KVSelector, context: LayerContext) -> tuple[int, ...]
     """
     if context._held_len is None:
         return None
-    known = context._counts  # a selector is asked by whoever calls it, and asks itself
+    known = context._counts  # both a selector's caller and the selector itself ask
     if id(selector) not in known:
         holds = still_holds(selector, "kept_counts", "select", "protected")
         known[id(selector)] = selector.kept_counts(context) if holds else None

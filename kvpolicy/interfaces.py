@@ -157,8 +157,8 @@ class KVSelector(Part, abc.ABC):
             TypeError: The selector chooses layer by layer.
         """
         raise TypeError(
-            f"select_together must be asked of a selector that decides_together, got {self}, which "
-            "chooses layer by layer; use select"
+            "select_together must be called only on a selector that decides_together, got "
+            f"{self}, which chooses layer by layer; use select"
         )
 
 

@@ -6,7 +6,7 @@ import enum
 
 
 class TokenKind(enum.IntEnum):
-    """What a prompt token stands for: text, an image, a video or sound.
+    """The kind of a prompt token: text, or part of an image, a video or a sound.
 
     The source of a token's embedding decides its kind: the placeholders that image features
     replace are of the kind image, the tokens that mark an image's beginning and end are text. Text,

@@ -45,7 +45,7 @@ class AttentionSettings:
 
 @attrs.frozen(eq=False)
 class LayerInputs:
-    """The heads of a layer, and what a layer gives only to parts that declare that they read it.
+    """A layer's heads, and the inputs that parts get only if they declare that they read them.
 
     Args:
         heads: Says whether all of the layer's heads are in the context's keys, as they are unless
@@ -95,7 +95,7 @@ class LayerInputs:
 
 @attrs.frozen(eq=False)
 class DecodingInputs:
-    """What a scorer is given of the choices before this one, in an answer or a prompt in chunks.
+    """What a scorer gets from earlier choices, in an answer or in a prompt read in chunks.
 
     Args:
         state: float32 ``[batch, kv_heads, key_len, state_size]``, the scorer's state for each key
@@ -133,6 +133,6 @@ class DecodingInputs:
                 )
 
 
-# What most layers give: frozen, so that all of them can share it.
+# The inputs that most layers give; frozen, so that all layers can share them.
 PLAIN_LAYER = LayerInputs()
 NO_DECODING = DecodingInputs()

@@ -1,4 +1,4 @@
-"""Finds the known names that a misspelt one is near to."""
+"""Finds known names that resemble a misspelt one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import SequenceMatcher, get_close_matches
 
 
 def said(name: str, known: Iterable[str], text: str | None = None) -> str:
-    """Return an unknown name for an error message, with the known names that it is near to.
+    """Return an unknown name for an error message, with the known names that resemble it.
 
     Args:
         name: The name; ``-`` counts as ``_``, and case does not count.
@@ -22,7 +22,7 @@ def said(name: str, known: Iterable[str], text: str | None = None) -> str:
     asked = name.replace("-", "_").lower()
     near = get_close_matches(asked, spelt, n=1)
     if near:
-        # Others as near: "fastvk" is one slip away from FastV as well as from FastKV.
+        # Other names that are as near: "fastvk" is one typo away from both FastV and FastKV.
         ratio = SequenceMatcher(None, near[0], asked).ratio()
         near = get_close_matches(asked, spelt, cutoff=max(ratio - 0.1, 0.6))
     shown = name if text is None else text

@@ -22,7 +22,7 @@ class Part:
 
     @property
     def inner_parts(self) -> tuple[Part, ...]:
-        """The parts that this part is made of, and asks for their results."""
+        """The parts that this part wraps or combines."""
         return ()
 
     @property

@@ -45,7 +45,7 @@ class DeferredChecks:
         self._conditions, self._messages = [], []
         if not conditions:
             return
-        home = conditions[0].device  # layers may lie on several
+        home = conditions[0].device  # layers may be on several devices
         found = torch.stack([each.to(home) for each in conditions]).tolist()
         for holds, message in zip(found, messages, strict=True):
             if holds:
@@ -135,8 +135,8 @@ def kept_by(
     """
     if context._stored is not None and (selector.needs_rotary or selector.needs_output_weight):
         raise UnsupportedModelError(
-            f"{selector} must not turn keys or read output weights where all heads share what is "
-            f"stored, as layer {context.layer_idx}'s do; use a selector that does neither"
+            f"{selector} must not rotate keys or read output weights if all heads share the "
+            f"stored keys, as in layer {context.layer_idx}; use a selector that does neither"
         )
     saliency, context = as_stored(saliency, shown_to(selector, context))
     kept = selector.select(saliency, context)
@@ -157,8 +157,8 @@ def _check_counts(
     def message() -> str:
         found = (kept >= 0).sum(dim=-1).tolist()
         return (
-            f"kept_counts of {selector} must be how many tokens select keeps of each row in every "
-            f"head, got {counts} and {found}"
+            f"kept_counts of {selector} must return how many tokens select keeps of each row in "
+            f"every head, got {counts}, but select keeps {found}"
         )
 
     if len(counts) != len(kept) or kept.shape[2] != max(counts):
@@ -202,7 +202,7 @@ def passed_on_by(
         return passed
     passed = check_indices(propagation, passed, (context.batch,), context.new_len, checks)
     new_len = context.new_len
-    last = pad(passed, (1, 0), value=-1)[:, -1]  # -1 where nothing is passed on
+    last = pad(passed, (1, 0), value=-1)[:, -1]  # -1 in a row without tokens to pass on
     checks.refuse(
         last != new_len - 1,
         lambda: (
@@ -231,8 +231,8 @@ def _check_saliency(
     checks.refuse(
         saliency.isnan() & context.valid.repeat_interleave(group, dim=1),
         lambda: (
-            f"score of {scorer} must return numbers, got NaN at layer {layer}; if it does of other "
-            "layers, look for NaN in the model's parameters and inputs"
+            f"score of {scorer} must return numbers, got NaN at layer {layer}; if other layers "
+            "give NaN too, look for NaN in the model's parameters and inputs"
         ),
     )
 

@@ -91,8 +91,8 @@ class CachePolicy:
         for part in (self.selector, self.propagation):
             if part.history_layers and self.scorer is None:
                 raise ValueError(
-                    f"scorer must be a Scorer, since {part} looks at the saliency of the layers "
-                    "before, got None"
+                    f"scorer must be a Scorer, since {part} reads the saliency of earlier layers, "
+                    "got None"
                 )
         self._check_budgets()
         check_later(self.scorer, self.selector, self.rereading)
@@ -102,7 +102,7 @@ class CachePolicy:
 
     def __str__(self) -> str:
         kind = type(self)
-        if not attrs.fields(kind).scorer.init:  # a method, whose fields are its arguments
+        if not attrs.fields(kind).scorer.init:  # a method's fields are its arguments
             return brief(self)
         parts = [*map(brief, (self.scorer, self.selector, self.propagation))]
         if self.decoding is not None:
@@ -204,7 +204,7 @@ class CachePolicy:
         """
         check_count("num_layers", num_layers, minimum=1)
         named = self.propagation.acting_layers(num_layers)
-        if not isinstance(named, frozenset):  # what asks for it later takes intersections
+        if not isinstance(named, frozenset):  # later code computes intersections with it
             raise TypeError(
                 f"acting_layers of {self.propagation} must return a frozenset of layer indices, "
                 f"got {named!r}"
@@ -217,8 +217,8 @@ class CachePolicy:
             )
         if self.rereading is not None and acting:
             raise ValueError(
-                f"rereading must be None where tokens are dropped, as {self.propagation} does, "
-                f"since a second reading needs the keys of all, got {self.rereading}"
+                f"rereading must be None if tokens are dropped, as {self.propagation} does, since "
+                f"a second reading needs the keys of all tokens, got {self.rereading}"
             )
         if self.gapless:
             check_acting(self.propagation, acting)
@@ -373,7 +373,7 @@ class CachePolicy:
 
     @classmethod
     def get_seq_length(cls, layer_idx: int = 0) -> NoReturn:
-        """Raise TypeError when a policy is passed to a model as its cache, saying how to make one.
+        """Raise TypeError, since a policy is no cache; the message says how to make one.
 
         Raises:
             TypeError: Always; says how a policy gets into a cache.
@@ -390,14 +390,14 @@ class CachePolicy:
         return context.layer_idx in known[count]
 
     def _is_tested(self, part: Part) -> bool:
-        """True if what a part of this policy returns needs no check; see `declarations.is_tested`.
+        """True if the results of a part of this policy need no check; see `declarations.is_tested`.
 
         Args:
             part: The policy's scorer, selector or propagation policy.
         """
         return id(part) in self._tested
 
-    # Declarations of the parts, which are frozen: asked for once, and not at every layer.
+    # Declarations of the parts, which are frozen: read once instead of at every layer.
 
     @functools.cached_property
     def _tested(self) -> frozenset[int]:
@@ -406,7 +406,7 @@ class CachePolicy:
 
     @functools.cached_property
     def _acting_layers(self) -> dict[int, frozenset[int]]:
-        return {}  # by the number of layers of the model
+        return {}  # keyed by the model's number of layers
 
     @functools.cached_property
     def _restarts(self) -> bool:
@@ -421,7 +421,7 @@ class CachePolicy:
         return self.propagation.needs_saliency
 
     def prefill_compute_rate(self, num_layers: int, context_len: int | None = None) -> float:
-        """Return prefill's compute as a fraction of full prefill's, by tokens that layers compute.
+        """Return prefill's compute as a fraction of a full prefill's, by tokens that layers read.
 
         Args:
             num_layers: Layers of the model.
@@ -441,9 +441,9 @@ class CachePolicy:
             check_count("context_len", context_len, minimum=1)
         if self.propagation.decides_by_content:
             raise ValueError(
-                f"propagation must not decide by content for a rate to be known beforehand, but "
-                f"{self.propagation} does; read a prompt and look at what went on, in propagated "
-                "of its cache"
+                "propagation must not decide by content for a rate that is known before a prompt "
+                f"is read, got {self.propagation}; read a prompt and see which tokens went on in "
+                "the propagated attribute of its cache"
             )
         passes = self.propagation.prefill_passes(num_layers, context_len)
         first = math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers

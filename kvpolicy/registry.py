@@ -91,7 +91,7 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
         try:
             factory = entry.load()
             kind_found = kind_of(factory)
-        except Exception as error:  # whatever another package's code raises
+        except Exception as error:  # any error in another package's code
             _warn_of(entry, f"{type(error).__name__}: {error}")
             continue
         if kind is None or kind_found == kind:
@@ -100,7 +100,7 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
 
 
 def _name_now(entry: EntryPoint, kind: str) -> str:
-    """Return an entry's name in this version: an editable installation may be an earlier one's."""
+    """Return an entry point's present name, since an old installation may list an earlier one."""
     name: str = entry.name
     if not str(getattr(entry, "value", "")).startswith("kvpolicy.policies:"):
         return name
@@ -114,14 +114,14 @@ def _warn_of(entry: EntryPoint, reason: str) -> None:
     dist = getattr(entry, "dist", None)
     package = f" of {dist.name}" if dist else ""
     warnings.warn(
-        f"entry {entry.name} = {getattr(entry, 'value', '?')!r}{package} in {GROUP} is left out, "
+        f"entry {entry.name} = {getattr(entry, 'value', '?')!r}{package} in {GROUP} is ignored, "
         f"since it does not build a policy or part: {reason}",
         stacklevel=4,
     )
 
 
 def kind_of(factory: Callable[..., Part]) -> str:
-    """Return whether a factory builds a policy, scorer, selector or propagation policy.
+    """Return the kind of what a factory builds: policy, scorer, selector or propagation policy.
 
     Raises:
         TypeError: The factory cannot be called without arguments, or builds no part of a policy.
@@ -156,7 +156,7 @@ def build(name: str, kind: str = "policy", **parameters: Any) -> Part:
 
 
 def name_of(name: str, kind: str = "policy") -> str:
-    """Return the registered name of a policy or part, from the way that a user may write it.
+    """Return the registered name for a policy's or part's name as a user may write it.
 
     ``-`` counts as ``_``, and a part's kind at the end may be left out. An earlier version's name
     is understood, with a warning. A name that is unknown is returned, for the error message.
@@ -184,7 +184,7 @@ def name_of(name: str, kind: str = "policy") -> str:
 
 
 def check_names(asked: Mapping[str, Iterable[str]]) -> None:
-    """Check that policies and parts are registered, under names as `name_of` takes them.
+    """Check that policies and parts are registered, under names that `name_of` accepts.
 
     Args:
         asked: The names by kind, such as ``{"policy": ["fastkv"], "scorer": ["last_query"]}``.

@@ -1,4 +1,4 @@
-"""Keeps the earlier names of public things working for one version, with a `DeprecationWarning`.
+"""Keeps earlier public names working for one version, with a `DeprecationWarning`.
 
 Declares old names where they were: `Renamed` and `Moved` in a class body, `take_old_names` where
 subclasses define them, `accepts_old` for names of arguments of an attrs class, `accepts_grouped`
@@ -23,11 +23,11 @@ Class = TypeVar("Class", bound=type)
 
 
 class EarlierWordWarning(DeprecationWarning):
-    """Warns of an earlier word in a text, such as a policy's name; command lines print it."""
+    """Warns that a text, such as a policy's name, uses an earlier word; command lines print it."""
 
 
 def _warn(old: str, new: str | None, *, above: int = 0) -> None:
-    """Warn at the line that called this module, or ``above`` callers further up."""
+    """Warn at the line that called this module, or at a line ``above`` callers further up."""
     instead = f"use {new}" if new else "since only the library itself needs it"
     level = 2
     while sys._getframe(level - 1).f_code.co_filename == __file__:
@@ -36,7 +36,7 @@ def _warn(old: str, new: str | None, *, above: int = 0) -> None:
 
 
 def warn_of_word(old: str, new: str) -> None:
-    """Warn, at the line outside of the package that gave it, that a word has another form now."""
+    """Warn that a word was renamed, at the line outside of the package that used it."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("kvpolicy."):
         level, frame = level + 1, frame.f_back
@@ -45,7 +45,7 @@ def warn_of_word(old: str, new: str) -> None:
 
 @contextlib.contextmanager
 def words_told() -> Iterator[None]:
-    """Print each `EarlierWordWarning` inside the block once, as a line on stderr."""
+    """Print each `EarlierWordWarning` in a ``with`` block once, as a line on stderr."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", EarlierWordWarning)
         show, told = warnings.showwarning, set[str]()
@@ -88,7 +88,7 @@ class Renamed:
 
 
 class Moved:
-    """Descriptor that keeps the name of an attribute that is elsewhere now, and warns of it.
+    """Descriptor for an attribute that has moved: its old name still works, with a warning.
 
     Args:
         path: Where the attribute is now, such as ``attention.scaling``; names with an underscore
@@ -112,7 +112,7 @@ class Moved:
 
 
 def take_old_names(cls: type, names: Mapping[str, str]) -> None:
-    """Make a renamed method or property that a subclass overrides available under both its names.
+    """Make a renamed method that a subclass overrides available under its old and new names.
 
     To be called by the ``__init_subclass__`` of the base.
 
@@ -126,7 +126,7 @@ def take_old_names(cls: type, names: Mapping[str, str]) -> None:
             continue
         given, missing = (old, new) if old in definer else (new, old)
         if given == old:
-            # Above the base's own function and that of the metaclass: the class statement.
+            # Two callers up, above the base's function and the metaclass's, is the class statement.
             _warn(f"{cls.__name__}.{old}", new, above=2)
         setattr(cls, given, definer[given])  # a class beside the bases may have defined it
         alias = Renamed(given, warns=missing == old)
@@ -135,7 +135,7 @@ def take_old_names(cls: type, names: Mapping[str, str]) -> None:
 
 
 def accepts_old(**names: str) -> Callable[[Class], Class]:
-    """Let an attrs class have its arguments by their old names, in its constructor and when read.
+    """Let an attrs class accept arguments by old names, and attributes be read by them.
 
     Args:
         names: The new name of each old one.
@@ -150,7 +150,7 @@ def accepts_old(**names: str) -> Callable[[Class], Class]:
                 if old not in given:
                     continue
                 _warn(f"{old}= of {cls.__name__}", f"{new}=")
-                # `attrs.evolve` fills in all fields under their new names: changes go first.
+                # `attrs.evolve` passes all fields by their new names, so changes must come first.
                 given[new] = given.pop(old)
             init(self, *args, **given)
 
@@ -166,7 +166,7 @@ def accepts_old(**names: str) -> Callable[[Class], Class]:
 
 
 def earlier_arguments(factory: object) -> Mapping[str, str]:
-    """Return the present name of each argument of a class by its old one."""
+    """Return a dict from the old names of a class's arguments to the present ones."""
     names: Mapping[str, str] = getattr(factory, "__earlier_arguments__", {})
     return names
 
@@ -174,7 +174,7 @@ def earlier_arguments(factory: object) -> Mapping[str, str]:
 def in_new_words(
     factory: object, given: Mapping[str, Any], *, warns: bool = True
 ) -> dict[str, Any]:
-    """Return arguments for a class, read from a text, under their names in this version.
+    """Return arguments for a class, read from a text, under their present names.
 
     Args:
         factory: What takes them, such as a class with `accepts_old`.
@@ -208,17 +208,18 @@ def by_name(order: str) -> Callable[[Class], Class]:
         @functools.wraps(init)
         def positional(self: object, *args: Any, **given: Any) -> None:
             names = earlier[: len(args)]
-            # Where another argument was the first, it was no fraction: a layer, or layers.
+            # Where another argument came first, it was not a fraction but a layer, or layers.
             same = now[:1] == earlier[:1]
             moved = bool(args and now) and not same and isinstance(args[0], float)
             if (args and not (same or moved)) or len(args) > len(now):
                 named = ", ".join(f"{name}=" for name in names if name not in now or not same)
                 if moved:
                     raise TypeError(
-                        f"{cls.__name__} takes 1 positional argument, {now[0]}; the others must be "
-                        f"given by name, as in {named}, got {len(args)} positional arguments"
+                        f"{cls.__name__} takes 1 positional argument, {now[0]}; give the others "
+                        f"as keyword arguments, as in {named}, got {len(args)} positional "
+                        "arguments"
                     )
-                if len(names) == len(args):  # Python refuses more of them
+                if len(names) == len(args):  # with more of them Python raises an error
                     _warn(f"giving {named} of {cls.__name__} by position", "the names")
                     init(self, **dict(zip(names, args, strict=True)), **given)
                     return
@@ -231,7 +232,7 @@ def by_name(order: str) -> Callable[[Class], Class]:
 
 
 def accepts_grouped(order: str = "", /, **groups: type) -> Callable[[Class], Class]:
-    """Let an attrs class accept and show fields by their own names that are in groups now.
+    """Let an attrs class accept fields by their own names that are now in groups.
 
     A call without old names costs no check: the constructor itself refuses them first.
 
@@ -275,7 +276,7 @@ def accepts_grouped(order: str = "", /, **groups: type) -> Callable[[Class], Cla
 def _in_groups(
     owner: str, groups: Mapping[str, type], found: Mapping[str, str], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return constructor arguments with those by old names put into their groups."""
+    """Return constructor arguments with old ungrouped names moved into their groups."""
     changes: dict[str, dict[str, Any]] = {}
     for name in (each for each in given if each in found):
         group = found[name]
@@ -283,14 +284,14 @@ def _in_groups(
         changes.setdefault(group, {})[name] = given[name]
     kept = {name: value for name, value in given.items() if name not in found}
     for group, of_group in changes.items():
-        # `attrs.evolve` gives the group as it was: changes go first.
+        # `attrs.evolve` passes the unchanged group, so changes must come first.
         before: Any = kept.get(group)
         kept[group] = attrs.evolve(before, **of_group) if before else groups[group](**of_group)
     return kept
 
 
 def old_names(module: str, names: Mapping[str, str], *, above: int = 0) -> Callable[[str], Any]:
-    """Make a module-level ``__getattr__`` that finds renamed or moved names by their old names.
+    """Make a module-level ``__getattr__`` that finds renamed or moved names by old names.
 
     Args:
         module: The module's ``__name__``.

@@ -11,7 +11,7 @@ from kvpolicy.checks import as_tuple, check_count
 from kvpolicy.renamed import by_name
 from kvpolicy.short_repr import brief
 
-# What KVzip asks for, behind the context; in later chunks the overlap follows.
+# KVzip's instructions after the context; in later chunks, the overlap follows.
 FIRST_INSTRUCTION = "\n\nRepeat the previous context exactly."
 LATER_INSTRUCTION = "\n\nRepeat the part of the previous context exactly, starting with"
 
@@ -138,6 +138,6 @@ class Repetition:
         return sum(stop - start + self._ahead(start) for start, stop in chunks) / context_len
 
     def _ahead(self, start: int) -> int:
-        """Count the tokens that the model is fed before the chunk at a position."""
+        """Count the tokens that the model reads before the chunk that begins at a position."""
         ids, overlap = self.before(start)
         return len(ids) + overlap + len(self.answer_ids)

@@ -270,7 +270,7 @@ def _operand(sign: str, other: object, scorer: Scorer) -> Scorer:
     hint = "multiply a scorer by a number, such as 0.5 * scorer"
     if isinstance(other, type):
         hint = f"make one first: {other.__name__}()"
-    elif isinstance(other, int) and other == 0:  # where `sum` starts
+    elif isinstance(other, int) and other == 0:  # the start value of `sum`
         hint = "for the sum of a list of scorers use SumScorer(scorers)"
     raise TypeError(
         f"{sign} must have a Scorer on both sides, got {other!r} beside {scorer}; {hint}"
@@ -278,8 +278,8 @@ def _operand(sign: str, other: object, scorer: Scorer) -> Scorer:
 
 
 def _terms(scorer: Scorer) -> tuple[tuple[Scorer, ...], tuple[float, ...]]:
-    """Return the scorers and weights of a sum; a scorer that is no sum is one, of weight 1."""
-    if type(scorer) is not SumScorer:  # a subclass may sum otherwise
+    """Return the scorers and weights of a sum; any other scorer counts as one term of weight 1."""
+    if type(scorer) is not SumScorer:  # a subclass may sum in another way
         return (scorer,), (1.0,)
     return scorer.scorers, scorer.weights or (1.0,) * len(scorer.scorers)
 
@@ -303,6 +303,7 @@ def _check_scorers(scorers: tuple[Scorer, ...]) -> None:
             raise TypeError(f"scorer must be a Scorer, got {scorer!r}")
         if scorer.history_layers:
             raise ValueError(
-                "scorers must not look at the saliency of the layers before, which is that of all "
-                f"of them together, got {scorer} with history_layers={scorer.history_layers}"
+                "scorers must not read the saliency of earlier layers, since that is the "
+                f"saliency of all of them together, got {scorer} with "
+                f"history_layers={scorer.history_layers}"
             )

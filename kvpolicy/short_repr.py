@@ -37,7 +37,7 @@ def brief(value: object, *, instead: Mapping[str, Any] | None = None) -> str:
         return f"{kind.__name__}()" if bare else repr(value)
     fields = [each for each in attrs.fields(kind) if each.init and each.repr]
     given = {each.name: getattr(value, each.name) for each in fields} | dict(instead or {})
-    # A field without a default, or with one that is made, is always shown.
+    # A field without a default, or whose default is computed, is always shown.
     defaults = {
         each.name: each.default
         for each in fields
@@ -73,5 +73,5 @@ def _is_rate(name: str, value: object) -> bool:
 def _same(value: object, default: object) -> bool:
     try:
         return bool(value == default)
-    except (RuntimeError, ValueError, TypeError):  # such as of tensors
+    except (RuntimeError, ValueError, TypeError):  # such as those of tensors
         return False

@@ -71,7 +71,7 @@ from kvpolicy.policies.selectors.pyramid import PyramidSelector
 from kvpolicy.policies.selectors.sink_and_recent import SinkAndRecentSelector
 from kvpolicy.renamed import old_names
 
-# What methods are written with; nobody needs it to use them.
+# For writing methods, not for using them.
 __getattr__ = old_names(
     __name__,
     {

@@ -18,7 +18,7 @@ SHARED = {
     "group_first": "Whether attention is averaged over each KV group before it is pooled.",
     "protect": "First tokens of the context that are always kept, at least 0.",
 }
-# Of methods without a budget of their own.
+# For methods without a budget of their own.
 BOUNDED_BY_OTHERS = (
     "A `DecodingEviction`, by which every layer stays bounded while an answer is\n"
     "        decoded; None lets it grow."
@@ -52,7 +52,7 @@ def documented(cls: type[T]) -> type[T]:
             protect: First tokens of the context that are always kept, at least 0.
         ...
     """
-    if cls.__doc__ is None:  # Python was told to leave docstrings out
+    if cls.__doc__ is None:  # Python runs without docstrings (-OO)
         return cls
     sections = _sections(inspect.cleandoc(cls.__doc__))
     names = list(inspect.signature(cls).parameters)

@@ -1,4 +1,4 @@
-"""The arguments that could be given by position before only the main one could, for one version."""
+"""Lists arguments that may still be given by position, for one version."""
 
 import sys
 
@@ -69,7 +69,7 @@ EARLIER = {
 
 
 def accept_positions(module: str) -> None:
-    """Let the policies and parts of a module accept the arguments by position that they did.
+    """Let the policies and parts of a module accept their earlier positional arguments.
 
     Args:
         module: The ``__name__`` of the module that has the classes of `EARLIER`.

@@ -121,7 +121,7 @@ def final_state(
     Returns:
         float64 ``[hidden_size]`` on the CPU.
     """
-    from kvpolicy.integrations.transformers import PolicyCache  # Transformers takes seconds
+    from kvpolicy.integrations.transformers import PolicyCache  # slow to import
 
     # The decoder alone: logits of all tokens would be larger than anything else here.
     decoder: Any = model.get_decoder()

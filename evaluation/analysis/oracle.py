@@ -32,7 +32,7 @@ from kvpolicy.policy import CachePolicy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Of the prompt's tokens, the share that is looked for among as many of a scorer's highest.
+# The share of the prompt's top tokens that are searched for among a scorer's top tokens.
 TOP_SHARE = 0.1
 
 
@@ -43,7 +43,7 @@ class AnswerAttention:
     Args:
         whole: float64 ``[context_len]``: for each token of the prompt the attention that a token of
             the answer gives it in the layer and head that give it most, mean over the answer.
-        layers: By layer index likewise, of that layer's heads alone.
+        layers: By layer index, the same for that layer's heads only.
         answer: The answer's tokens.
     """
 
@@ -58,10 +58,10 @@ class Ranking:
 
     Args:
         spearman: By layer index, the rank correlation with the oracle, in [-1, 1].
-        found: By layer index, of the oracle's top tenth of the tokens the share that is in the
-            scorer's top tenth, in [0, 1]; by chance a tenth.
-        own_spearman: As ``spearman``, with what the answer attends to in that layer alone.
-        own_found: As ``found``, likewise.
+        found: By layer index, the share of the oracle's top tenth of the tokens that is also in the
+            scorer's top tenth, in [0, 1]; a tenth by chance.
+        own_spearman: As ``spearman``, compared with the answer's attention in that layer only.
+        own_found: As ``found``, compared with the answer's attention in that layer only.
     """
 
     spearman: dict[int, float]
@@ -110,7 +110,7 @@ def answer_attention(
         model: A decoder-only model of Transformers, in evaluation mode.
         input_ids: The prompt's tokens, ``[context_len]`` or ``[1, context_len]``.
         answer: The answer's token ids, at least one, such as `greedy_answer`'s.
-        kernel_size: Width of the pooling, odd; 1 for none. Beyond an end stand zeros, which count.
+        kernel_size: Width of the pooling, odd; 1 for none. Zeros beyond both ends count.
 
     Raises:
         TypeError: See `kvpolicy.evaluation.attention_recall`.
@@ -132,7 +132,7 @@ def answer_attention(
         layers[context.layer_idx] = most.double().mean(dim=0)
         torch.maximum(whole, most, out=whole)
 
-    # The query of a token predicts the next: the answer's last token asks nothing.
+    # A token's query predicts the next token, so the answer's last query is not used.
     fed = check_prompt(model, torch.cat([prompt[0].cpu(), torch.tensor(answer[:-1]).long()]))
     policy = CachePolicy(WindowAttentionScorer(steps), ShowingSelector(show), PassAllPropagation())
     final_state(model, fed, policy)
@@ -241,7 +241,7 @@ def _ranks(values: Tensor) -> Tensor:
 
 
 def found_share(truth: Tensor, saliency: Tensor, share: float = TOP_SHARE) -> float:
-    """Return what share of the truly highest tokens is also among those of highest saliency.
+    """Return what share of the truly highest tokens is also among the most salient ones.
 
     Args:
         truth: float ``[count]``.

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MAX_WRITTEN = 12  # layers of a heat map whose numbers have room in their cells
-_MAX_ROWS = 16  # entries of a legend that have room one below the other
-_COLUMN = 1.5  # inches that a further column of a legend takes, of numbers up to a million
+_MAX_WRITTEN = 12  # up to so many layers, the numbers of a heat map fit into its cells
+_MAX_ROWS = 16  # legend entries that fit below each other
+_COLUMN = 1.5  # inches of each further legend column, for numbers up to a million
 _LAYER = "layer (index, from 0)"
 
 
@@ -46,7 +46,7 @@ def plot_overlap(overlap: Overlap, parts: Mapping[str, range], chance: float) ->
     distances.axhline(100 * chance, color="grey", linestyle=":", label="chance")
     distances.set_xlabel("layers apart")
     distances.set_ylabel("mean overlap (%)")
-    distances.set_ylim(-3, 103)  # markers and lines at the ends show whole
+    distances.set_ylim(-3, 103)  # so that markers and lines at the ends are not cut off
     _whole_numbers(distances)
     distances.grid(alpha=0.3)
     distances.legend(frameon=False)
@@ -55,7 +55,7 @@ def plot_overlap(overlap: Overlap, parts: Mapping[str, range], chance: float) ->
 
 def _heat_map(figure: Figure, axes: Axes, overlap: Overlap) -> None:
     count = overlap.num_layers
-    # A layer agrees with itself: left blank, so that the eye finds the rest.
+    # Each layer agrees with itself; these cells stay blank, so that the others stand out.
     cells = [
         [float("nan") if a == b else 100 * value for b, value in enumerate(row)]
         for a, row in enumerate(overlap.pairs)
@@ -117,7 +117,9 @@ def plot_distances(distances: Mapping[str, OutputDistances]) -> bytes:
     """
     rate = next(iter(distances.values())).tsp_rate
     width = 6.4 if len(distances) == 1 else 4.8 * len(distances)
-    figure = _figure(width, 4.4, f"distance from full context, {100 * rate:g}% of tokens going on")
+    figure = _figure(
+        width, 4.4, f"distance from full context, {100 * rate:g}% of tokens go on after the layer"
+    )
     panels = figure.subplots(1, len(distances), sharey=True, squeeze=False)[0]
     for axes, (kind, found) in zip(panels, distances.items(), strict=True):
         _ways(axes, found)
@@ -129,7 +131,7 @@ def plot_distances(distances: Mapping[str, OutputDistances]) -> bytes:
         _whole_numbers(axes)
         axes.grid(alpha=0.3)
     highest = panels[0].get_ylim()[1]
-    panels[0].set_ylim(-0.03 * highest, highest)  # a marker at 0 shows whole
+    panels[0].set_ylim(-0.03 * highest, highest)  # so that a marker at 0 is not cut off
     panels[0].set_ylabel("normalised L2 distance")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
@@ -158,7 +160,7 @@ def plot_rankings(rankings: Mapping[str, Ranking]) -> bytes:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    figure = _figure(10.4, 4.2, "what scorers know of the tokens that the answer attends to")
+    figure = _figure(10.4, 4.2, "how well scorers rank the tokens that the answer attends to")
     correlation, found = figure.subplots(1, 2)
     for index, (name, ranking) in enumerate(rankings.items()):
         style = {"color": f"C{index % 10}", "marker": "osD^v"[index % 5], "markersize": 5}

@@ -14,34 +14,51 @@ from kvpolicy.evaluation.options import CHAT, NeedleOptions, Option
 class AnalysisSettings(NeedleOptions):
     """Settings of an attention analysis: the model, the prompts and what is measured."""
 
-    seed: Annotated[int, Option("Of the needle prompts.")] = 0
+    seed: Annotated[int, Option("Random seed of the needle prompts.")] = 0
     prompt_files: Annotated[
         tuple[Path, ...],
         Option(
-            "A prompt, UTF-8 text, or - for stdin, repeatable; default: needle task.",
+            "File with a prompt as UTF-8 text, or - for stdin; repeatable. Default: needle "
+            "prompts.",
             ("--prompt-file",),
             metavar="FILE",
         ),
     ] = ()
     chat: Annotated[bool | None, CHAT] = None
-    k: Annotated[int, Option("Tokens that each layer names.", ("--top-k", "-k"), min=1)] = 64
+    k: Annotated[
+        int,
+        Option(
+            "Number of most attended tokens that are compared between layers.",
+            ("--top-k", "-k"),
+            min=1,
+        ),
+    ] = 64
     recall_ks: Annotated[
         tuple[int, ...],
         Option(
-            "Tokens whose share of attention is measured, repeatable; default: k/4 to 4k.",
+            "Number of most attended tokens whose share of attention is measured; repeatable; "
+            "default: k/4 to 4k.",
             ("--recall-k",),
             min=1,
         ),
     ] = ()
     window_size: Annotated[
-        int, Option("Last tokens whose attention counts.", earlier="--window", min=1)
+        int, Option("Number of last tokens whose attention is measured.", earlier="--window", min=1)
     ] = 8
     tsp_rate: Annotated[
-        float, Option("Fraction of a prompt that goes on, in (0, 1].", metavar="RATE")
+        float,
+        Option(
+            "Fraction of the prompt's tokens that later layers read after a drop, in (0, 1].",
+            metavar="RATE",
+        ),
     ] = 0.2
     layers: Annotated[
         tuple[int, ...],
-        Option("A layer to drop tokens at, from 0, repeatable; default: all.", ("--layer",), min=0),
+        Option(
+            "Layer after which tokens are dropped, counted from 0; repeatable; default: all.",
+            ("--layer",),
+            min=0,
+        ),
     ] = ()
 
     def ks(self, context_len: int) -> tuple[int, ...]:

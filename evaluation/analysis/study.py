@@ -126,8 +126,8 @@ def check(settings: AnalysisSettings, out: Path | None = None) -> list[str]:
             check_count(name, value, minimum=minimum)
     if settings.model != NEEDLE and not settings.prompt_files:
         raise ValueError(
-            f"--prompt-file must be given with --model {settings.model}: the needle task is in "
-            "the bundled model's own tokens"
+            f"--prompt-file must be given with --model {settings.model}, since the needle task "
+            "uses the bundled model's own tokens"
         )
     return [read_prompt(path) for path in settings.prompt_files]
 

@@ -132,7 +132,7 @@ def measure_tsp_distances(
     last = _last_candidate(max_layer, num_layers)
     inputs = _check_inputs(calibration_inputs, window_size, model)
     squares: dict[int, _Squares] = {}
-    # The longest first: what does not fit the model or the memory shows at once.
+    # The longest input first, so that it fails at once if it does not fit the model or the memory.
     for index in sorted(range(len(inputs)), key=lambda each: -inputs[each].shape[1]):
         progress("calibration", len(squares), len(inputs))
         ids = inputs[index].to(model.device)

@@ -72,7 +72,7 @@ def final_states(
     dropped = []
     for candidate in range(max_layer + 1):
         passed = full_pass.passed[candidate]
-        if passed is None:  # everything goes on: what comes after is the full pass
+        if passed is None:  # all tokens go on, so the full pass continues
             dropped.append(full)
             continue
         states = full_pass.states.pop(candidate)
@@ -140,9 +140,9 @@ class _FullPass:
         propagation: PropagationPolicy,
     ) -> Tensor:
         """Run the forward pass; return the last token's hidden state after the final norm."""
-        from kvpolicy.integrations.transformers import PolicyCache  # Transformers takes seconds
+        from kvpolicy.integrations.transformers import PolicyCache  # slow to import
 
-        # A prefill's output does not depend on what is kept for decoding: keep next to nothing.
+        # A prefill's output does not depend on the tokens kept for decoding, so keep almost none.
         keep_last = SinkAndRecentSelector(num_sinks=0, retention_tokens=1)
         watch = _Watch(propagation, self.max_layer, self.passed)
         cache = PolicyCache(CachePolicy(scorer, keep_last, watch))
@@ -175,7 +175,7 @@ class _FullPass:
         self.arguments[index] = {**kwargs, "past_key_values": None}
         passed = self.passed.get(index)
         if passed is not None:
-            # A copy: the states of the tokens that do not go on are freed with the pass.
+            # A copy, so that the states of dropped tokens are freed with the pass.
             self.states[index] = states.index_select(1, passed.to(states.device))
         self.last = states[:, -1:].clone()
 
@@ -213,7 +213,7 @@ def _check_end(decoder: Any, last: Tensor, full: Tensor) -> None:
         )
 
 
-# Of a layer's arguments, those that have an axis of tokens and are cut.
+# The arguments of a layer that have an axis of tokens, and are cut along it.
 _CUT = ("attention_mask", "position_ids", "position_embeddings")
 
 

@@ -23,31 +23,33 @@ class AnalyzeOptions:
     settings: AnalysisSettings
     oracle: Annotated[
         bool,
-        Option("Instead: how well scorers rank the tokens that the model's answer attends to."),
+        Option(
+            "Instead, measure how well scorers rank the tokens that the model's answer attends to."
+        ),
     ] = False
     scorers: Annotated[
         tuple[str, ...],
         Option(
-            "With --oracle, a scorer: a name, or name:parameter=value,..., repeatable; "
-            "default: all registered.",
+            "With --oracle, a scorer to compare: a name, or name:parameter=value,...; "
+            "repeatable; default: all registered.",
             ("--scorer",),
             metavar="PART",
         ),
     ] = ()
     answer_tokens: Annotated[
-        int | None, Option("With --oracle, tokens of the longest answer; default 256.", min=1)
+        int | None, Option("With --oracle, largest number of answer tokens; default 256.", min=1)
     ] = None
     pool: Annotated[
         int | None,
         Option(
-            "With --oracle, odd: what an answer attends to is pooled over N; default 13.",
+            "With --oracle, width (odd) of the pooling of the answer's attention; default 13.",
             ("--kernel-size",),
             min=1,
             earlier="--pool",
         ),
     ] = None
     out: Annotated[
-        Path | None, Option("Folder for the numbers and the pictures.", metavar="DIR")
+        Path | None, Option("Folder to write the numbers and the pictures to.", metavar="DIR")
     ] = None
 
     def __attrs_post_init__(self) -> None:
@@ -57,9 +59,11 @@ class AnalyzeOptions:
             ("--kernel-size", self.pool),
         ):
             if value and not self.oracle:
-                raise ValueError(f"{option} must be given with --oracle, got it without")
+                raise ValueError(
+                    f"{option} may be given only with --oracle; add --oracle, or leave out {option}"
+                )
 
 
 def analyze(options: AnalyzeOptions) -> None:
-    """Show which tokens layers attend to, and the cost of dropping the others."""
+    """Show which tokens each layer attends to, and how dropping the others changes the output."""
     work("analyze", options)

@@ -27,7 +27,7 @@ from kvpolicy.evaluation.commands.serve_check import serve_check
 from kvpolicy.nearest import said
 from kvpolicy.renamed import words_told
 
-# A function of a class of options (see `kvpolicy.evaluation.commands.options`), or of nothing.
+# Each takes a class of options (see `kvpolicy.evaluation.commands.options`), or no argument.
 COMMANDS: tuple[Callable[..., None], ...] = (
     analyze,
     calibrate,
@@ -117,7 +117,7 @@ def run(arguments: Sequence[str]) -> int:
         KeyboardInterrupt: The user has stopped it.
     """
     try:
-        # Without a command the help is what one wants, and no error.
+        # Without a command, show the help instead of an error.
         with words_told():
             args = list(arguments) or ["--help"]
             for command in COMMANDS:

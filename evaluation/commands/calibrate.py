@@ -21,37 +21,42 @@ class CalibrateOptions(NeedleOptions):
     prompts: Annotated[
         Path | None,
         Option(
-            "Prompts as for compare, whose answers are not looked at; default: needle task.",
+            "File of prompts, as for compare; answers are ignored. Default: needle prompts.",
             ("--prompts-file",),
             metavar="FILE",
             earlier="--prompts",
         ),
     ] = None
-    seed: Annotated[int, Option("Of the needle prompts; compare reports on others.")] = (
+    seed: Annotated[int, Option("Random seed of the needle prompts; compare draws others.")] = (
         CALIBRATION_SEED_OFFSET
     )
     tsp_rate: Annotated[
-        float, Option("Fraction of the context that goes on, in (0, 1].", metavar="RATE")
+        float,
+        Option(
+            "Fraction of the prompt's tokens that later layers read after the drop, in (0, 1].",
+            metavar="RATE",
+        ),
     ] = 0.2
     policies: PrefillOptions
     max_layer: Annotated[
-        int | None, Option("The last candidate; default: FastKV's own layer.", min=0)
+        int | None, Option("Last layer to try; default: FastKV's own layer.", min=0)
     ] = None
     criterion: Annotated[
-        str, Option(f"How to choose: {' or '.join(CRITERIA)}.", metavar="NAME")
+        str, Option(f"How to choose the layer: {' or '.join(CRITERIA)}.", metavar="NAME")
     ] = "argmin"
     tolerance: Annotated[
-        float, Option("Normalised distance that earliest takes for close.", metavar="X")
+        float,
+        Option("With earliest, the largest normalised distance that is close enough.", metavar="X"),
     ] = TOLERANCE
     threads: Annotated[int, THREADS] = attrs.field(factory=default_threads)
     out: Annotated[
-        Path | None, Option("Folder for calibrate.json and calibrate.png.", metavar="DIR")
+        Path | None, Option("Folder to write calibrate.json and calibrate.png to.", metavar="DIR")
     ] = None
 
 
 def calibrate(options: CalibrateOptions) -> None:
     """Choose the layer after which FastKV drops tokens, so that the output changes little.
 
-    Nothing is evicted: of the options of policies, those of the drop count.
+    No keys and values are evicted, so that only the options of the drop have an effect.
     """
     work("calibrate", options)

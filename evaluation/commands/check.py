@@ -15,13 +15,14 @@ class CheckOptions(LoadingOptions):
     """The command-line options of `kvpolicy check`."""
 
     model: Annotated[str, Option(MODEL, metavar="MODEL", positional=True)]
-    context: Annotated[int, Option("Tokens of the context to check for.", min=1)] = 32768
+    context: Annotated[int, Option("Number of context tokens to check for.", min=1)] = 32768
 
 
 def check(options: CheckOptions) -> None:
     """Show a model's layers, which policies can be applied to it, and why others cannot.
 
-    The model reads a few dozen tokens under a policy that evicts and under one that drops, and
-    what it says is held against its own dense attention. Status 1 where no policy can be applied.
+    The model reads a few dozen tokens under a policy that evicts keys and values, and under one
+    that drops tokens. The logits are compared with those of the model's own dense attention. The
+    exit status is 1 if no policy can be applied.
     """
     work("check", options)

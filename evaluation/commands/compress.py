@@ -9,7 +9,7 @@ import attrs
 
 from kvpolicy.evaluation.commands.working import work
 from kvpolicy.evaluation.defaults import ALIGNMENT_NAMES, COMPRESSION_RATE
-from kvpolicy.evaluation.options import CHAT, JSON, PROMPT, SCORER, ModelOptions, Option
+from kvpolicy.evaluation.options import CHAT, JSON, PROMPT, ModelOptions, Option
 
 
 @attrs.frozen(kw_only=True)
@@ -20,61 +20,69 @@ class CompressOptions(ModelOptions):
     chat_file: Annotated[
         Path | None,
         Option(
-            'In its place a chat, JSON: messages, or a request body with "messages". "keep" in a '
-            "message: true, false, or the text that is not cut.",
+            "File with a chat as JSON, instead of --prompt-file: a list of messages, or a "
+            'request body with "messages". A message may have "keep": true, false, or a text in '
+            "it that is not cut.",
             metavar="FILE",
         ),
     ] = None
     rate: Annotated[
         float | None,
         Option(
-            f"Fraction of the chunks that is kept, in (0, 1]; default {COMPRESSION_RATE}.",
+            f"Fraction of the chunks to keep, in (0, 1]; default {COMPRESSION_RATE}.",
             ("--rate", "--retention-rate", "-r"),
             metavar="RATE",
         ),
     ] = None
     tokens: Annotated[
         int | None,
-        Option("Tokens that are kept at most, in place of a rate.", min=1),
+        Option("Largest number of tokens to keep, instead of --rate.", min=1),
     ] = None
     chunk: Annotated[
-        int, Option("Tokens of a chunk.", ("--chunk-size",), min=1, earlier="--chunk")
+        int, Option("Number of tokens in a chunk.", ("--chunk-size",), min=1, earlier="--chunk")
     ] = 32
     align: Annotated[
-        str, Option(f"Where chunks end: at a {', '.join(ALIGNMENT_NAMES)}.", metavar="NAME")
+        str, Option(f"Border at which chunks end: {', '.join(ALIGNMENT_NAMES)}.", metavar="NAME")
     ] = "word"
     keep: Annotated[
         tuple[str, ...],
-        Option("A part of the prompt that is never cut, repeatable.", metavar="TEXT"),
+        Option("Text in the prompt that is never cut; repeatable.", metavar="TEXT"),
     ] = ()
-    gap: Annotated[str, Option("What stands where something was left out.", metavar="TEXT")] = ""
+    gap: Annotated[str, Option("Text to insert where something was left out.", metavar="TEXT")] = ""
     look_ahead: Annotated[
-        int | None, Option("Decoded tokens whose attention is the score; default 8.", min=1)
+        int | None,
+        Option(
+            "Number of answer tokens to generate, whose attention scores the prompt; default 8.",
+            min=1,
+        ),
     ] = None
     pool: Annotated[
         int | None,
         Option(
-            "Odd: it is pooled over N tokens; default 13.",
+            "Width (odd) of the pooling of this attention; default 13.",
             ("--kernel-size",),
             min=1,
             earlier="--pool",
         ),
     ] = None
-    scorer: Annotated[str | None, SCORER] = None
+    scorer: Annotated[
+        str | None,
+        Option("Scorer for --filter-layer: a name, or name:parameter=value,...", metavar="PART"),
+    ] = None
     filter_layer: Annotated[
         int | None,
         Option(
-            "In place of a look-ahead, GemFilter's score, or --scorer's, at this layer from 0; "
-            "default: half depth.",
+            "Score the prompt at this layer, counted from 0, instead of by an answer: with "
+            "--scorer, or GemFilter's scorer; default: half depth.",
             min=0,
         ),
     ] = None
     chat: Annotated[bool | None, CHAT] = None
-    ids: Annotated[bool, Option("Write the model's token ids, JSON, in place of text.")] = False
+    ids: Annotated[bool, Option("Write the model's token ids as JSON, instead of text.")] = False
     request: Annotated[
         str | None,
         Option(
-            "Write the body of a request to an OpenAI-compatible server, JSON, that serves a model "
+            "Write a request body as JSON, for an OpenAI-compatible server that serves a model "
             "by this name.",
             metavar="NAME",
         ),
@@ -82,7 +90,7 @@ class CompressOptions(ModelOptions):
     out: Annotated[
         Path | None,
         Option(
-            "Where to; default: standard output.",
+            "File to write to; default: standard output.",
             ("--out-file",),
             metavar="FILE",
             earlier="--out",
@@ -94,6 +102,6 @@ class CompressOptions(ModelOptions):
 def compress(options: CompressOptions) -> None:
     """Shorten a prompt by the parts that a small local model ignores; nothing is sent anywhere.
 
-    The shorter prompt goes to stdout, what was left out to stderr.
+    The shorter prompt goes to stdout; a table of what was left out goes to stderr.
     """
     work("compress", options)

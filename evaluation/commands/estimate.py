@@ -21,15 +21,18 @@ class EstimateOptions:
     config: Annotated[
         str,
         Option(
-            f"{', '.join(PRESETS)}, such a model's name on the Hub, a folder with a config.json, "
-            "such a file, or any name on the Hub that the local cache holds.",
+            f"The model: {', '.join(PRESETS)}, the Hub name of one of these, a folder with a "
+            "config.json, the file itself, or the Hub name of a model in the local cache.",
             metavar="NAME",
         ),
     ]
-    context: Annotated[int, Option("Tokens of the prompt.", min=1)]
+    context: Annotated[int, Option("Number of tokens in the prompt.", min=1)]
     policies: PolicyOptions
     dtype: Annotated[
-        str, Option(f"Of weights, keys and values: {', '.join(DTYPE_NAMES)}.", metavar="NAME")
+        str,
+        Option(
+            f"Number format of weights, keys and values: {', '.join(DTYPE_NAMES)}.", metavar="NAME"
+        ),
     ] = "bfloat16"
     memory: MemoryOptions
     json_file: Annotated[Path | None, JSON] = None
@@ -38,7 +41,8 @@ class EstimateOptions:
 def estimate(options: EstimateOptions) -> None:
     """Estimate policies' compute and memory for a prompt, without weights and without a run.
 
-    Without --policy all policies, at the paper's rates 0.1 and 0.2. With --memory also how many
-    sessions fit, layers bounded to what is kept of the prompt if not to --decoding-tokens.
+    Without --policy, all policies are estimated, at the papers' rates 0.1 and 0.2. With --memory,
+    a second table shows how many sessions fit; during the answer, each layer keeps
+    --decoding-tokens tokens, by default as many as it keeps of the prompt.
     """
     work("estimate", options)

@@ -20,15 +20,17 @@ class EvalOptions:
     policies: PolicyOptions
     tsp_layer: Annotated[int | None, TSP_LAYER] = None
     out: Annotated[
-        Path, Option("Folder of results; one that is there goes on, or is extended.", metavar="DIR")
+        Path,
+        Option("Folder for the results; an existing one is continued, or extended.", metavar="DIR"),
     ]
 
 
 def eval(options: EvalOptions) -> None:
     """Score policies on long-context tasks, at several prompt lengths, against full context.
 
-    Every sample is a line of samples.jsonl as soon as it is answered; the same command goes on
-    after a kill, and one with other policies, tasks, lengths or a larger --limit adds to the
-    folder. kvpolicy report makes a page of it. Without --policy FastKV.
+    Each sample is written to samples.jsonl once it is answered. Run the same command again to
+    continue after an interruption. Run it with other policies, tasks, lengths or a larger --limit
+    to add to the folder. kvpolicy report turns the folder into a page. Without --policy, FastKV is
+    used.
     """
     work("eval", options)

@@ -17,11 +17,15 @@ class ExportOptions(ModelOptions):
 
     prompt_file: Annotated[Path, Option(PROMPT, metavar="FILE")]
     to: Annotated[
-        Path, Option("Where to: DIR/NAME.safetensors; requests say NAME.", metavar="FILE")
+        Path, Option("File to write: DIR/NAME.safetensors; requests use NAME.", metavar="FILE")
     ]
     policies: PolicyOptions
     tsp_rate: Annotated[
-        float | None, Option("Fraction of the context that goes on, in (0, 1].", metavar="RATE")
+        float | None,
+        Option(
+            "Fraction of the prompt's tokens that later layers read after a drop, in (0, 1].",
+            metavar="RATE",
+        ),
     ] = None
     tsp_layer: Annotated[int | None, TSP_LAYER] = None
     chat: Annotated[bool | None, CHAT] = None
@@ -30,6 +34,6 @@ class ExportOptions(ModelOptions):
 def export(options: ExportOptions) -> None:
     """Read a document under a policy, and write what is kept of it for a vLLM server.
 
-    Without --policy FastKV, at its own retention rate.
+    Without --policy, FastKV is used, with its own retention rate.
     """
     work("export", options)

@@ -20,20 +20,29 @@ class GenerateOptions(ModelOptions):
     """
 
     prompt_file: Annotated[Path | None, Option(PROMPT, metavar="FILE")] = None
-    prompt: Annotated[str | None, Option("The prompt itself, in its place.", metavar="TEXT")] = None
+    prompt: Annotated[
+        str | None, Option("The prompt itself, instead of --prompt-file.", metavar="TEXT")
+    ] = None
     policies: PolicyOptions
     tsp_rate: Annotated[
-        float | None, Option("Fraction of the context that goes on, in (0, 1].", metavar="RATE")
+        float | None,
+        Option(
+            "Fraction of the prompt's tokens that later layers read after a drop, in (0, 1].",
+            metavar="RATE",
+        ),
     ] = None
     tsp_layer: Annotated[int | None, TSP_LAYER] = None
     max_new_tokens: Annotated[
         int,
         Option(
-            "Tokens to generate at most.", ("--answer-tokens",), min=1, earlier="--max-new-tokens"
+            "Largest number of tokens to generate.",
+            ("--answer-tokens",),
+            min=1,
+            earlier="--max-new-tokens",
         ),
     ] = 128
-    sample: Annotated[bool, Option("Sample; greedy otherwise.")] = False
-    temperature: Annotated[float, Option("Of --sample, above 0.", metavar="T")] = 1.0
+    sample: Annotated[bool, Option("Sample the answer; default: greedy decoding.")] = False
+    temperature: Annotated[float, Option("Temperature of --sample, above 0.", metavar="T")] = 1.0
     seed: Annotated[int, Option("Of --sample.")] = 0
     chat: Annotated[bool | None, CHAT] = None
 
@@ -41,14 +50,14 @@ class GenerateOptions(ModelOptions):
         super().__attrs_post_init__()
         if (self.prompt_file is None) == (self.prompt is None):
             got = "neither" if self.prompt is None else "both"
-            raise ValueError(f"one of --prompt-file and --prompt must be given, got {got}")
+            raise ValueError(f"exactly one of --prompt-file and --prompt must be given, got {got}")
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("--prompt must be a text, got an empty one")
 
 
 def generate(options: GenerateOptions) -> None:
-    """Stream a completion to stdout; then, on stderr, what the cache held.
+    """Stream a completion to stdout, then print to stderr what the cache held.
 
-    Without --policy FastKV, at its own retention rate.
+    Without --policy, FastKV is used, with its own retention rate.
     """
     work("generate", options)

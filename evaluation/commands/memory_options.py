@@ -39,20 +39,22 @@ class MemoryOptions:
 
     memory: Annotated[
         str | None,
-        Option("Also how many sessions fit: 80GB, 24GiB or 40e9.", metavar="SIZE"),
+        Option(
+            "Memory of the GPU, such as 80GB, 24GiB or 40e9: show how many sessions fit into it.",
+            metavar="SIZE",
+        ),
     ] = None
     weights: Annotated[
         str | None,
         Option(
-            "Of the weights; default: as the configuration says they are quantised, else in "
-            "--dtype.",
+            "Size of the weights; default: as quantised in the configuration, else in --dtype.",
             metavar="SIZE",
         ),
     ] = None
     answer: Annotated[
         int | None,
         Option(
-            f"Tokens of an answer; default with --memory: {DEFAULT_ANSWER}.",
+            f"Number of tokens in an answer; default with --memory: {DEFAULT_ANSWER}.",
             ("--answer-tokens",),
             min=1,
             earlier="--answer",
@@ -61,7 +63,8 @@ class MemoryOptions:
     chunk: Annotated[
         int | None,
         Option(
-            f"Tokens of a forward where the prompt comes in chunks; default: {DEFAULT_CHUNK}.",
+            "Number of tokens in a chunk, if the prompt is read in chunks; default: "
+            f"{DEFAULT_CHUNK}.",
             ("--prefill-chunk-size",),
             min=1,
             earlier="--prefill-chunk",
@@ -69,7 +72,10 @@ class MemoryOptions:
     ] = None
     attention: Annotated[
         str | None,
-        Option("sdpa, flash or eager; default: sdpa where the family has it.", metavar="NAME"),
+        Option(
+            "Attention implementation: sdpa, flash or eager; default: sdpa if the family has it.",
+            metavar="NAME",
+        ),
     ] = None
 
     def asked(self, policies: PolicyOptions) -> MemoryAsked | None:
@@ -88,7 +94,9 @@ class MemoryOptions:
             }
             for option, value in given.items():
                 if value is not None:
-                    raise ValueError(f"--memory must be given with {option}, got {value} alone")
+                    raise ValueError(
+                        f"--memory must be given with {option}, got {option} {value} alone"
+                    )
             return None
         if self.attention is not None and self.attention not in ATTENTION_NAMES:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Make a command of a function that takes one attrs class: its fields are the options.
+"""Makes a command of a function that takes one attrs class, whose fields are the options.
 
 A command is two files. One has the class of its options, and a function of them, whose docstring is
 the help; it imports neither torch nor Transformers, so that help and wrong options need neither.
@@ -51,7 +51,7 @@ def with_options(command: Callable[[Options], None]) -> Callable[..., None]:
     def run_command(**given: Any) -> None:
         command(_built(kind, given))
 
-    # As in any signature, what must be given comes first.
+    # As in any signature, required parameters come first.
     parameters = sorted(_parameters(kind), key=lambda it: it.default is not it.empty)
     run_command.__name__, run_command.__doc__ = command.__name__, command.__doc__
     run_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def _fields(kind: type[Any]) -> Iterator[tuple[str, Any, Any, Option | None]]:
 
 
 def in_new_words(command: Callable[..., None], arguments: Sequence[str]) -> list[str]:
-    """Return a command's arguments with the earlier version's options under their names of today.
+    """Return a command's arguments with earlier option names replaced by the present ones.
 
     Args:
         command: The command, a function as for `with_options`.
@@ -90,7 +90,7 @@ def in_new_words(command: Callable[..., None], arguments: Sequence[str]) -> list
 
 
 def _renamed(kind: type[Any]) -> Iterator[tuple[str, str]]:
-    """Yield the earlier and the present name of each option of a command that has both."""
+    """Yield the earlier and the present name of each renamed option of a command."""
     for name, _, hint, option in _fields(kind):
         if option is None:
             yield from _renamed(hint)

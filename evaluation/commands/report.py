@@ -20,7 +20,7 @@ class ReportOptions:
     results: Annotated[
         tuple[Path, ...],
         Option(
-            "Folders that kvpolicy eval has written, of one model; several are joined.",
+            "Folders of results that kvpolicy eval has written for one model; several are joined.",
             metavar="DIR",
             positional=True,
         ),
@@ -28,7 +28,8 @@ class ReportOptions:
     out: Annotated[
         Path | None,
         Option(
-            f"The page; default: {PAGE} in the folder; of several: here.",
+            f"HTML page to write; default: {PAGE} in the folder, or here if there are several "
+            "folders.",
             ("--out-file",),
             metavar="FILE",
             earlier="--out",
@@ -39,7 +40,7 @@ class ReportOptions:
 def report(options: ReportOptions) -> None:
     """Turn folders of results into one self-contained HTML page and a Markdown table.
 
-    What is not finished is reported on as far as it is, and marked. Folders of several machines are
-    joined where the model and the prompts are the same; the page says in what they differ.
+    Unfinished results are included and marked. Folders from several machines are joined if their
+    model and prompts are the same; the page shows how the folders differ.
     """
     work("report", options)

@@ -16,21 +16,26 @@ from kvpolicy.evaluation.options import MODEL, Option
 class ServeCheckOptions:
     """The command-line options of `kvpolicy serve-check`."""
 
-    folder: Annotated[Path, Option("The folder of the documents.", metavar="DIR", positional=True)]
+    folder: Annotated[
+        Path, Option("Folder of the exported documents.", metavar="DIR", positional=True)
+    ]
     model: Annotated[str, Option(MODEL, metavar="NAME")]
     dtype: Annotated[
-        str, Option("Of the served model; auto: the checkpoint's own.", metavar="NAME")
+        str,
+        Option("Number format of the served model; auto: the checkpoint's own.", metavar="NAME"),
     ] = "auto"
     memory: Annotated[
         int,
         Option(
-            "For vLLM's blocks, beside the weights: 40GB, 24GiB.", metavar="SIZE", read=parse_size
+            "Memory for vLLM's blocks, without the weights: 40GB, 24GiB.",
+            metavar="SIZE",
+            read=parse_size,
         ),
     ] = 16 * 2**30
-    answer: Annotated[int, Option("Tokens of a question and its answer.", min=1)] = 1024
-    block: Annotated[int, Option("Tokens of a block of vLLM.", min=1)] = 16
+    answer: Annotated[int, Option("Number of tokens in a question and its answer.", min=1)] = 1024
+    block: Annotated[int, Option("Number of tokens in a block of vLLM.", min=1)] = 16
 
 
 def serve_check(options: ServeCheckOptions) -> None:
-    """Say which documents fit a model, what a session on each takes, and how many sessions fit."""
+    """Show which documents fit a model, the memory of a session, and how many sessions fit."""
     work("serve_check", options)

@@ -32,7 +32,7 @@ def parse_size(text: str, option: str) -> int:
     unit = _BY_LOWER.get(found[2].lower()) if found else None
     try:
         number = float(found[1]) if found else math.nan
-    except ValueError:  # such as two points
+    except ValueError:  # such as a number with two points
         number = math.nan
     if found is None or unit is None or not math.isfinite(number) or number * unit < 1:
         raise ValueError(

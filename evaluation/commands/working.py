@@ -1,4 +1,4 @@
-"""Import the work of a command when it is run, and not to read its options."""
+"""Imports the work of a command only when the command runs, not when its options are read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def work(name: str, *options: Any) -> None:
-    """Do the work of a command: import its module of `kvpolicy.evaluation.commands.work`.
+    """Do the work of a command: import its module from `kvpolicy.evaluation.commands.work`.
 
     An ``import`` statement would say that a command and its work import each other.
 

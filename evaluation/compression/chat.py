@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 Span = tuple[int, int]
-# Messages of these roles say what to do: they are kept whole unless they say otherwise.
+# Messages of these roles are instructions: they are kept whole unless "keep" says otherwise.
 KEPT_ROLES = ("system", "developer")
 
 
@@ -18,7 +18,7 @@ class Message:
     """A chat message, with the texts in it that compression must not cut.
 
     Args:
-        fields: What a server gets of it, by name.
+        fields: The fields of it that a server gets.
         keeps: Parts of its content that are never cut; None for all of it.
     """
 
@@ -73,7 +73,7 @@ class Rendered:
 
     Args:
         text: All of it, the template's words among it.
-        contents: Where in it each message's content stands, in characters, ascending; without
+        contents: Where in it each message's content is, in characters, ascending; without
             what the template strips off. Empty spans for messages without content.
         special: Whether the tokenizer is to add its special tokens; a template has its own.
     """
@@ -97,7 +97,7 @@ def read_messages(entries: Sequence[Any]) -> tuple[Message, ...]:
 
 
 def render(tokenizer: Any, messages: Sequence[Message]) -> Rendered:
-    """Render a chat by its tokenizer's template; without one, join contents by line ends.
+    """Render a chat by its tokenizer's template; if it has none, join the contents by line ends.
 
     Args:
         tokenizer: A tokenizer of Transformers.
@@ -111,7 +111,7 @@ def render(tokenizer: Any, messages: Sequence[Message]) -> Rendered:
         starts = itertools.accumulate((len(each) + 1 for each in contents), initial=0)
         spans = [(at, at + len(each)) for at, each in zip(starts, contents, strict=False)]
         return Rendered("\n".join(contents), tuple(spans))
-    # Contents that nobody writes, so that what is left is the template's.
+    # Contents that nobody writes, so that all other text is the template's.
     marks = [f"\ue000{index}\ue001" for index in range(len(contents))]
     marked = [
         {**each.fields, "content": mark} if each.content.strip() else each.fields

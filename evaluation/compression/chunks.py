@@ -82,7 +82,7 @@ def _next_border(borders: Sequence[int], first: int, end: int, reach: int, align
         for at in near:
             if borders[at] >= wanted:
                 return at
-    # A character of more tokens than a chunk: it ends somewhere.
+    # A character may have more tokens than a chunk; the chunk then ends inside it.
     return next((at for at in range(near.stop, end) if borders[at] > INSIDE_CHARACTER), end)
 
 

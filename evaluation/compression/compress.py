@@ -69,7 +69,7 @@ def compress_prompt(
         chat: Whether a text is read as a user's turn in the tokenizer's template; None for yes if
             it has one. A chat always is.
         cut_special: Whether special tokens within contents may be cut.
-        gap: What stands where something was left out.
+        gap: The text in place of what was left out.
 
     Returns:
         The shorter prompt, what it is made of and what was left out.
@@ -111,7 +111,7 @@ def compress_prompt(
     chunks = choose(read, divide(read, chunk_size, align), saliency, rate=rate, budget=tokens)
     segments = segments_of(tokenizer, read, kept_tokens(read, chunks), glue=not gap)
     contents = [shortened(segments, span, gap) for span in rendered.contents]
-    if isinstance(prompt, str):  # without the template that it was read in
+    if isinstance(prompt, str):  # without the chat template
         text = contents[0]
     else:
         text = shortened(segments, (0, len(rendered.text)), gap)
@@ -134,7 +134,7 @@ def compress_prompt(
 def check_extent(
     rate: float | None, tokens: int | None, chunk_size: int, align: str
 ) -> float | None:
-    """Check the number or fraction of tokens that compression is to keep; needs no model.
+    """Check the number or fraction of tokens to keep; this needs no model.
 
     Returns:
         The rate; None where a number of tokens is given.
@@ -144,7 +144,7 @@ def check_extent(
         ValueError: An argument is out of its range, or both a rate and a number are given.
     """
     if rate is not None and tokens is not None:
-        raise ValueError("at most one of rate and tokens must be given, got both")
+        raise ValueError("at most one of rate and tokens may be given, got both")
     if tokens is None:
         rate = check_rate("rate", COMPRESSION_RATE if rate is None else rate)
     else:
@@ -158,7 +158,7 @@ def check_extent(
 def rendered_of(
     tokenizer: Any, prompt: str | Sequence[Any], chat: bool | None
 ) -> tuple[tuple[Message, ...], Rendered]:
-    """Return a prompt's messages and the text that the small model reads."""
+    """Return a prompt's messages, and the text that the small model reads."""
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(prompt, str):
         if not isinstance(prompt, Sequence):
@@ -184,7 +184,7 @@ def _message_spans(messages: Sequence[Message], rendered: Rendered) -> list[Span
         if message.keeps is None:
             spans.append((start, end))
         for text in message.keeps or ():
-            # A template may have stripped off its ends.
+            # A template may have stripped white space from both ends.
             spans += _occurrences(text.strip(), rendered.text, start, end)
     return spans
 

@@ -9,7 +9,7 @@ from kvpolicy.evaluation.compression.chunks import Chunk
 from kvpolicy.evaluation.compression.segments import Segment
 
 WIDTH = 80
-# Rows of a table that somebody still reads; the middle ones are left out.
+# The most rows that a table shows; of a longer one, the middle rows are left out.
 MOST_ROWS = 40
 
 
@@ -41,7 +41,9 @@ def segment_table(segments: Sequence[Segment], chunks: Sequence[Chunk]) -> str:
         half = MOST_ROWS // 2
         rows = [*rows[:half], f"... {len(rows) - 2 * half:,} more ...", *rows[-half:]]
     head = f"  {'tokens':>17} {'best score':>10}  text"
-    return "\n".join([head, *rows, "", "+ kept, - left out; best score: of the chunks there."])
+    return "\n".join(
+        [head, *rows, "", "+ kept, - left out; best score: the highest of the chunks in a row."]
+    )
 
 
 def _row(segment: Segment, chunks: Sequence[Chunk]) -> str:

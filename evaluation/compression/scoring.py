@@ -108,7 +108,7 @@ class FilterLayerScorer(PromptScorer):
             source = f"{self.scorer} at layer {layer}"
             found.append(PromptSaliency(saliency.cpu(), source, tail))
 
-        # What goes on is as little as may be: the second pass serves for nothing.
+        # As few tokens as possible go on, since the second pass is not needed.
         restart = _ShowingRestart(
             filter_layer=self.filter_layer,
             retention_tokens=1,
@@ -144,7 +144,7 @@ class LookAheadScorer(PromptScorer):
 
     Args:
         steps: Tokens decoded, the likeliest each, at least 1; the end of the answer ends them.
-        kernel_size: Width of the pooling, odd; 1 for none. Beyond an end stand zeros, which count.
+        kernel_size: Width of the pooling, odd; 1 for none. Zeros beyond both ends count.
         forward_tokens: The prompt is read in forwards of at most so many tokens.
 
     Raises:
@@ -176,7 +176,7 @@ class LookAheadScorer(PromptScorer):
             TypeError: See `check_prompt`.
             ValueError: Likewise; or no layer of the model sees the whole prompt.
         """
-        from kvpolicy.integrations.transformers import PolicyCache  # Transformers takes seconds
+        from kvpolicy.integrations.transformers import PolicyCache  # slow to import
 
         prompt = check_prompt(model, input_ids)
         context_len = prompt.shape[1]
@@ -201,7 +201,7 @@ class LookAheadScorer(PromptScorer):
                 if done == self.steps or int(token) in ends:
                     break
                 step.zero_()
-                cache.start_turn()  # so that the next token's query is shown too
+                cache.start_turn()  # so that the scorer gets the next token's query too
                 logits = _last_logits(model, token, cache)
         if not total.any():
             raise UnsupportedModelError(
@@ -213,7 +213,7 @@ class LookAheadScorer(PromptScorer):
 
 def _last_logits(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tensor:
     """Return the model's next-token logits ``[1, vocabulary]`` after given tokens."""
-    # Logits of all tokens would be larger than anything else here; some models know no other way.
+    # Logits of all tokens would take most of the memory; some models can return only all.
     known = "logits_to_keep" in inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": 1} if known else {}
     output: Any = model(input_ids, past_key_values=cache, use_cache=True, **keep)

@@ -20,7 +20,7 @@ class Segment:
         start: Its first token.
         end: The token behind its last.
         text: Its text: of the prompt, or of its tokens where the tokenizer tells no characters.
-        characters: Where that text stands in the prompt as it is read; None where the tokenizer
+        characters: Where that text is in the prompt that the model reads; None where the tokenizer
             does not tell.
         kept: Whether it is kept.
     """
@@ -44,7 +44,7 @@ def segments_of(
         tokenizer: What has made the tokens.
         tokens: The prompt.
         kept: For each token whether it is kept.
-        glue: Whether kept texts are to stand directly behind each other. Where two words would
+        glue: Whether kept texts directly follow each other. Where two words would
             become one, the white space behind the first is then kept with it.
     """
     pieces = runs(kept)
@@ -74,7 +74,7 @@ def shortened(segments: Sequence[Segment], span: Span, gap: str) -> str:
         segments: The prompt.
         span: The part's characters; without meaning where the tokenizer tells none, of a prompt
             that is all one part.
-        gap: What stands where something was left out.
+        gap: The text in place of what was left out.
     """
     pieces = []
     for each in segments:

@@ -10,7 +10,7 @@ import attrs
 
 from kvpolicy.evaluation.compression.chat import Rendered, Span
 
-# How good a border between two tokens is for cutting the text there.
+# How good it is to cut the text at a border between two tokens.
 INSIDE_CHARACTER, BETWEEN_TOKENS, BETWEEN_WORDS, BETWEEN_LINES = range(4)
 
 
@@ -61,9 +61,9 @@ def tokens_of(
         whole = rendered.contents == ((0, len(rendered.text)),)
         if kept or not whole:
             raise ValueError(
-                "tokenizer must tell which characters its tokens stand for, where parts of a "
-                f"prompt are kept or it is a chat, but {type(tokenizer).__name__} does not; take a "
-                "model with a fast tokenizer, or give a plain prompt"
+                "tokenizer must tell which characters belong to each token, since parts of the "
+                f"prompt are kept or it is a chat, but {type(tokenizer).__name__} does not; take "
+                "a model with a fast tokenizer, or give a plain prompt"
             )
         ids = tuple(tokenizer.encode(rendered.text, add_special_tokens=rendered.special))
         special = _special_ids(tokenizer)
@@ -76,7 +76,7 @@ def tokens_of(
     starts, borders = _placed(rendered.text, offsets)
     fixed = _fixed(rendered, starts, kept)
     special = set() if cut_special else _special_ids(tokenizer)
-    added = (end <= start for start, end in offsets)  # by the tokenizer: they stand for nothing
+    added = (end <= start for start, end in offsets)  # by the tokenizer: they have no text
     flags = zip(fixed, added, (each in special for each in ids), strict=True)
     return Tokens(rendered.text, ids, tuple(starts), tuple(borders), tuple(map(any, flags)))
 
@@ -90,7 +90,7 @@ def _placed(text: str, offsets: Sequence[Span]) -> tuple[list[int], list[int]]:
     """Return where each token starts in the text, and what kind of border is before it."""
     starts: list[int] = []
     borders: list[int] = []
-    covered = 0  # up to where the tokens before have read
+    covered = 0  # the end of the tokens before
     for start, end in offsets:
         empty = end <= start
         # Several tokens can make one character; then all but the last of them are empty.

@@ -45,8 +45,8 @@ from kvpolicy.evaluation.defaults import ATTENTION_NAMES
 from kvpolicy.integrations.transformers.model.finding import find_decoder, layers_within
 from kvpolicy.policy import CachePolicy
 
-# Where layers hold states their code may loop over the tokens: read at these lengths, and what a
-# longer prompt takes is found on the straight line through them.
+# The code of layers with states may loop over the tokens, so it is run at these two lengths. The
+# memory of a longer prompt is extrapolated on a straight line.
 SHORT, LONGER = 512, 1024
 NAME = "kvpolicy_memory"
 
@@ -68,7 +68,7 @@ class LayerActivations:
 
 @attrs.frozen
 class Activations:
-    """Bytes in use during a forward pass, cache excluded: in each layer, and after the last.
+    """Bytes in use during a forward pass, cache excluded: in each layer, and after the last one.
 
     Args:
         layers: In each layer.
@@ -167,7 +167,7 @@ class ModelMemory:
         query_len: int | None = None,
     ) -> int:
         """Return the peak bytes that a policy needs to choose the tokens that a layer keeps."""
-        policy = attrs.evolve(policy, decoding=None)  # of no matter here: one answer for both
+        policy = attrs.evolve(policy, decoding=None)  # irrelevant here, so both cases give the same
         acts = place[0] in policy.propagation.acting_layers(place[1])
         key = str(policy), layer, acts, key_len, device, query_len
         if key not in self._decided:
@@ -212,8 +212,8 @@ class _Refusing:
         if isinstance(error, Exception):
             reason = f"{type(error).__name__}: {textwrap.shorten(str(error), 160)}"
             raise UnsupportedModelError(
-                f"{self.name} must be a decoder that runs without weights, for its memory to be "
-                f"told, but that ended in {reason}"
+                f"{self.name} must be a decoder that runs without weights, so that its memory can "
+                f"be measured, but its run ended in {reason}"
             ) from error
 
 
@@ -229,7 +229,7 @@ def _built(config: Any, dtype: torch.dtype, attention: str | None) -> tuple[nn.M
         if type(made_of) in maker._model_mapping:
             kind = maker._model_mapping[type(made_of)]
             chosen = attention or ("sdpa" if kind._supports_sdpa else "eager")
-            # Transformers goes by the name of an implementation, which must not say flash or sdpa.
+            # Transformers decides by an implementation's name: it must not contain flash or sdpa.
             name = f"{NAME}_{list(ATTENTIONS).index(chosen)}"
             AttentionInterface.register(name, _watched(chosen))
             AttentionMaskInterface.register(name, ATTENTIONS[chosen])
@@ -237,7 +237,7 @@ def _built(config: Any, dtype: torch.dtype, attention: str | None) -> tuple[nn.M
                 made: Any = maker.from_config(made_of, dtype=dtype, attn_implementation=name)
                 model: nn.Module = made.eval()
             return model, chosen
-    raise ValueError("no class of Transformers makes a decoder of it")
+    raise ValueError("Transformers has no decoder class for it")
 
 
 class _Passing(DynamicCache):  # type: ignore[misc]
@@ -364,7 +364,7 @@ class _Kernels(TorchFunctionMode):
         query, _, value, *others = args
         mask = others[0] if others else kwargs.get("attn_mask")
         if isinstance(mask, Tensor) and mask.dtype == torch.bool:
-            mask = mask.to(query.dtype)  # as it is done before any kernel
+            mask = mask.to(query.dtype)  # as before any kernel
         return _kernel_output(query, value)
 
 
@@ -377,7 +377,7 @@ def _kernel_output(query: Tensor, value: Tensor) -> Tensor:
     return output
 
 
-# By what they are called here: how masks are made, and what attends.
+# By name: how masks are made, and the attention function.
 ATTENTIONS: dict[str, Any] = dict(
     zip(ATTENTION_NAMES, (sdpa_mask, flash_attention_mask, eager_mask), strict=True)
 )

@@ -60,7 +60,7 @@ class ChunkAttention:
         if attention == "flash" and not self.has_gaps:
             return kernels["flash"](module, query, key, value, None, **kwargs)
         if attention == "sdpa" and in_order and self.device == "cuda":
-            # A bias that is no mask, but for which keys are repeated.
+            # A bias that is not a mask, but makes the kernel repeat the keys.
             return kernels["sdpa"](module, query, key, value, query.new_empty(1), **kwargs)
         alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
         if attention == "sdpa" and in_order and alike and joins(sdpa_attention_forward, kwargs):
@@ -90,7 +90,7 @@ class ChunkAttention:
         mask = Visibility(places, places[:, 0, -count:], query.shape[1], window).mask(
             implementation, query.dtype
         )
-        # The longest block; what it frees, all others fit into.
+        # The longest block; all others fit into the memory that it frees.
         output = kernel(
             module, query[:, :, :count], key[:, :, :seen], value[:, :, :seen], mask, **kwargs
         )

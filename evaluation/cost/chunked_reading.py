@@ -13,7 +13,7 @@ from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE
 from kvpolicy.integrations.transformers.forward.stage import PrefillStage, stages_of
 
 STATE_BYTES = 4
-# Of a token in a chunk: its id and its position, for the stages that read it at the prompt's end.
+# Bytes of a chunk's token: its id and position, for the stages that read it at the prompt's end.
 INPUT_BYTES = 2 * 8
 
 
@@ -58,7 +58,7 @@ class ChunkedReading(Reading):
         reaching = self.context_len
         for number, stage in enumerate(stages):
             arriving = self._reaching_stage(stages, number)
-            # Of a prompt's last chunk, as large a share goes on as of the others.
+            # The same share of tokens goes on from the last chunk as from the others.
             last = self.context_len - (-(-self.context_len // self.chunk) - 1) * self.chunk
             own = max(round(last * arriving / self.context_len), 1)
             pieces = _Pieces(arriving, self.chunk, min(own, arriving))
@@ -123,7 +123,7 @@ class ChunkedReading(Reading):
         asked = [i for i in held_layers if not self._rolls(i)]
         width = self.shape.hidden_size * self.model.dtype.itemsize
         is_last = stage.last == self.shape.num_layers - 1 and not (self._restarts and not number)
-        # Hidden states that go into the stage stay until it has been read; those that leave it.
+        # Hidden states that enter the stage, and those that leave it, stay until it is read.
         given = before * width * (number > 0 and not (self._restarts and number == 1))
         left = width * (not is_last and not self._restarts)
         looks = stage.looks or (is_last and self._is_plain(stage.last))
@@ -133,7 +133,7 @@ class ChunkedReading(Reading):
             new = pieces.before_last
             held = pieces.total - pieces.last - new
             forward = self._forward(new, held)
-            # In the first of its forwards layer after layer gets its memory.
+            # In the first forward, memory is reserved layer by layer.
             had = buffers * (held > 0)
             moments = _Moments(had + given + left * held + (number > 0) * new * width)
             moments.beside += self._sums_held(asked, held)
@@ -179,7 +179,7 @@ class ChunkedReading(Reading):
             if resumes and index == stage.first:
                 moments.see(self._resumed(index, pieces.last, 1), whole=True)
                 continue
-            # What was read before is joined by the last chunk, then cut and brought into order.
+            # The earlier chunks are joined with the last one, then cut and put in order.
             shown = self._looks(index) * self._query_bytes(index) * (not self._rolls(index))
             shown *= (not self._sums) * (
                 self._queries_held(held) // max(self._query_bytes(index), 1)
@@ -204,27 +204,27 @@ class ChunkedReading(Reading):
             stored += kept
         return moments.most, stored
 
-    # Layers that hold what their windows see.
+    # Layers that hold only the tokens in their windows.
 
     def _rolls(self, index: int) -> bool:
-        """True if a layer holds only what its window sees, whatever the prompt's length."""
+        """True if a layer holds only the tokens in its window, whatever the prompt's length."""
         window = self.shape.layers[index].window
         return window is not None and self.context_len > MIN_WINDOWS * window
 
     def _window_bytes(self, index: int) -> int:
-        """Return the bytes of what such a layer's window sees; 0 for another layer."""
+        """Return the bytes of the tokens in a layer's window; 0 if it holds all tokens."""
         window = self.shape.layers[index].window
         if window is None or not self._rolls(index):
             return 0
         return (window - 1) * self.token_bytes[index]
 
     def _joined(self, index: int, held: int, new: int) -> int:
-        """Return the bytes of such a layer's keys and values while it attends, held and new."""
+        """Return the bytes of a windowed layer's held and new keys and values while it attends."""
         if not (held and self._rolls(index)):
             return 0
         return self._window_bytes(index) + new * self.token_bytes[index]
 
-    # What is looked at.
+    # The queries that the policy reads.
 
     @property
     def _sums(self) -> bool:
@@ -270,13 +270,13 @@ class ChunkedReading(Reading):
         """Return the bytes needed to add a chunk's attention to the scorer's attention sums."""
         return self._deciding(index, key_len, new) if self._sums else 0
 
-    # What forwards hold.
+    # The bytes that forwards need.
 
     def _forward(self, new: int, held: int) -> Activations:
         return self.model.forward(new, held, loops=bool(self._states), chunk=self._attention())
 
     def _resumed(self, index: int, new: int, share: float) -> LayerActivations:
-        """Return the bytes in which a layer computes ``new`` tokens against keys stored earlier."""
+        """Return the bytes that a layer needs to compute ``new`` tokens with stored keys."""
         held = max(round(share * self.context_len) - new, 0)
         attention = attrs.evolve(self._attention(), has_gaps=True)
         return self.model.forward(new, held, chunk=attention).layers[index]

@@ -17,11 +17,11 @@ from kvpolicy.part_calls import DeferredChecks, kept_by, saliency_of
 from kvpolicy.policy import CachePolicy
 from kvpolicy.rotary import PlainRotary
 
-# Lengths at which what depends on numbers is really run: what it holds grows with the length.
+# Lengths at which code that depends on values is really run; its memory grows with the length.
 SHORT, LONGER = 256, 512
-# Likewise of scores, by whose length blocks have their full size.
+# The same for scores, at a length where blocks have their full size.
 SCORED_SHORT, SCORED_LONGER = 16384, 32768
-# Queries times keys that are scored at most: the blocks of others take as much.
+# The most queries times keys that are scored here; larger blocks take as much memory.
 MOST_PAIRS = 1 << 26
 
 
@@ -56,7 +56,7 @@ def deciding_bytes(
     def shown(length: int, on: str) -> LayerContext:
         return _context(policy, layer, place, length, dtype, on, query_len)
 
-    scores = policy.rereading is None  # else nothing is scored before the prompt is read again
+    scores = policy.rereading is None  # otherwise nothing is scored before the second reading
     if device == "cpu" or key_len <= LONGER:
         return _measured(policy, shown(key_len, "cpu"), scores=scores)
     contexts = [shown(n, "cpu") for n in (SHORT, LONGER)]
@@ -65,7 +65,7 @@ def deciding_bytes(
     if scores and policy.scorer is not None and _needs_saliency(policy, place):
         try:
             scoring = _scored(policy, key_len, lambda length: shown(length, "meta"))
-        except (NotImplementedError, RuntimeError):  # it looks at numbers
+        except (NotImplementedError, RuntimeError):  # it reads values
             low, high = (_measured(policy, each) for each in contexts)
             return _on_line(low, high, times)
     low, high = (_measured(policy, each, scores=False) for each in contexts)
@@ -175,7 +175,7 @@ def _scoring(policy: CachePolicy, context: LayerContext) -> int:
 
 
 class _NothingPadded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A torch mode in which a bool `meta` tensor counts as True, as if nothing were padding."""
+    """A torch mode in which a bool `meta` tensor counts as True, as if no token were padding."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -37,7 +37,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live: int = 0
         self.peak: int = 0
-        # Storages are held until the block's end: an address may come again otherwise.
+        # Storages are kept alive until the block's end, since addresses could be reused otherwise.
         self._known = {each.untyped_storage()._cdata: each.untyped_storage() for each in known}
         self._sizes: dict[int, int] = {}
         self._counts = True
@@ -60,7 +60,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._counts = True
 
     def restart(self) -> int:
-        """Return the peak bytes so far, and set the peak to the live bytes of now."""
+        """Return the peak bytes so far, and set the peak to the bytes that are live now."""
         peak, self.peak = self.peak, self.live
         return peak
 

@@ -66,8 +66,8 @@ def _gpt_oss(layers: int, experts: int, hub_name: str) -> Preset:
     return Preset("gpt_oss", sizes, (hub_name,))
 
 
-# Ministral's three layers of four with a window of 32,768 tokens see all here, as in FastKV's
-# experiments.
+# Three of four layers of Ministral have a window of 32,768 tokens; here they see all tokens, as in
+# FastKV's experiments.
 PRESETS: dict[str, Preset] = {
     "llama-3.1-8b": _dense(
         *("llama", 32, 4096, 14336, (32, 8), 128256, 131072),

@@ -1,4 +1,4 @@
-"""Compute the bytes in use while a prompt is read in one forward and its answer decoded."""
+"""Compute the bytes in use while a prompt is read in one forward and its answer is decoded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Reading:
     token_bytes: Sequence[int]
     device: str
 
-    # What layers hold.
+    # The bytes that layers hold.
 
     def stored(self, index: int) -> int:
         """Return the bytes that a layer stores after the policy has chosen its tokens."""
@@ -94,7 +94,7 @@ class Reading:
             bounded += slots * self.token_bytes[index] + heads * POSITION_BYTES * most
             queries = rule.every if rule.num_queries is None else rule.num_queries
             remembered += queries * self._query_bytes(index)
-        # All layers have chosen before any of them moves what it keeps.
+        # All layers choose before any of them moves its kept tokens.
         return max(stored, bounded) + remembered, stored + bounded + remembered
 
     def _query_bytes(self, index: int) -> int:
@@ -135,7 +135,7 @@ class Reading:
             stored = self._held_back(index) if keeps else 0
             deciding = self._deciding(index, round(tokens or arriving[index - 1]))
             moments = [here.observing + max(deciding, stored)]
-            # Before a restart the layer that chooses ends with its queries; others are whole.
+            # Before a restart, the choosing layer ends after its queries; others run completely.
             if tokens and not (keeps and self._narrows(index, arriving)):
                 moments += [here.attending, here.after + stored]
             peak = max(peak, total + max(moments))
@@ -162,7 +162,7 @@ class Reading:
         # The embeddings of all tokens are held by the decoder.
         dropped = self.context_len - tokens
         base = dropped * self.shape.hidden_size * self.model.dtype.itemsize
-        # Lengths differ from layer to layer where a little is dropped after each.
+        # Lengths differ by layer if some tokens are dropped after each layer.
         whole = self.model.forward(self.context_len, loops=loops)
         half = self.model.forward(max(self.context_len // 2, 1), loops=loops)
         share = tokens / self.context_len

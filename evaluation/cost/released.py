@@ -1,4 +1,4 @@
-"""Count the bytes of a model's weights as they were released: quantised, where its config says so.
+"""Count the bytes of a model's released weights, quantised if its configuration says so.
 
 A checkpoint's ``quantization_config`` names a method, its numbers and the modules that are left as
 they are. The methods here store each matrix by itself, so that the bytes of a model follow from the
@@ -42,7 +42,7 @@ class Weights:
 
 @attrs.frozen
 class Method:
-    """A way to quantise weights: what a matrix takes, and which modules it leaves out.
+    """A way to quantise weights: the bytes that a matrix takes, and the modules left unquantised.
 
     Args:
         name: What to call it.
@@ -60,7 +60,7 @@ class Method:
 
 
 def released_weights(model: nn.Module, config: Any, name: str) -> Weights:
-    """Count the bytes of a model's weights as its configuration says that they are stored.
+    """Count the bytes of a model's weights as its configuration says they are stored.
 
     Args:
         model: The model on the `meta` device, unquantised.
@@ -88,10 +88,10 @@ def released_weights(model: nn.Module, config: Any, name: str) -> Weights:
 def _matrices(
     model: nn.Module, method: Method, name: str
 ) -> Iterator[tuple[Tensor, list[tuple[int, int]]]]:
-    """Yield the weights that are quantised, each with the matrices that are stored for it."""
+    """Yield the quantised weights, each with the matrices that are stored for it."""
     layers = {id(it) for layer in layers_within(find_decoder(model)) for it in layer.modules()}
     for path, module in model.named_modules():
-        if id(module) not in layers or method.skips(path):  # embeddings and the head are in none
+        if id(module) not in layers or method.skips(path):  # not embeddings or the head
             continue
         if isinstance(module, nn.Linear):
             if method.linear:
@@ -105,13 +105,13 @@ def _matrices(
             experts, rows, columns = weight.shape
             if getattr(module, "is_transposed", False):
                 rows, columns = columns, rows
-            # Gate and up projections are one tensor here, and two in what is released.
+            # Gate and up projections are one tensor here, but two in the released files.
             parts = 2 if "gate_up" in own else 1
             yield weight, [(rows // parts, columns)] * (experts * parts)
 
 
 def method_of(config: Any, name: str) -> Method | None:
-    """Return how a model's weights are quantised; None if they are not.
+    """Return how a model's weights are quantised; None if they are not quantised.
 
     Raises:
         ValueError: See `released_weights`.
@@ -125,7 +125,7 @@ def method_of(config: Any, name: str) -> Method | None:
     try:
         method = METHODS[kind](said) if kind in METHODS else None
         if method is not None:
-            method.packed(1, 1)  # a number that is missing is missing for all
+            method.packed(1, 1)  # if one number is missing, all are
     except (LookupError, TypeError, ValueError, ZeroDivisionError, re.error):
         method = None
     if method is None:
@@ -144,13 +144,13 @@ def _said(config: Any) -> Mapping[str, Any] | None:
 
 def _not_known(name: str, kind: str) -> ValueError:
     return ValueError(
-        f"--weights must be given for {name}, whose configuration says that its weights are "
-        f"quantised by {kind} and not how many bytes they take; give the size of its files"
+        f"--weights must be given for {name}, since its configuration says that {kind} quantises "
+        "the weights, but not how many bytes they take; give the size of its files"
     )
 
 
 def _leaves_out(patterns: Sequence[str] | None) -> Callable[[str], bool]:
-    """Return what Transformers reads from names and patterns of modules that are not converted."""
+    """Return a test for modules that stay unquantised, by Transformers' names and patterns."""
     edge = r"(?:(?<=\.)|(?=\.|$))"
 
     def skips(path: str) -> bool:
@@ -164,7 +164,7 @@ def _leaves_out(patterns: Sequence[str] | None) -> Callable[[str], bool]:
 
 
 def _names(path: str) -> tuple[str, ...]:
-    """Return a module's name, and those it has in a model that reads images too."""
+    """Return a module's name, and its names inside models that also read images."""
     inner = path.removeprefix("model.")
     return path, f"model.language_model.{inner}", f"language_model.{path}"
 
@@ -200,7 +200,7 @@ def _fbgemm_fp8(said: Mapping[str, Any]) -> Method:
 def _gptq(said: Mapping[str, Any]) -> Method | None:
     bits, size = int(said["bits"]), int(said.get("group_size", 128))
     dynamic: Mapping[str, Any] = said.get("dynamic") or {}
-    # Where some modules have numbers of their own, or only some are quantised at all.
+    # For configurations in which modules differ, or only some modules are quantised.
     if said.get("lm_head") or said.get("modules_in_block_to_quantize"):
         return None
     if any(not each.startswith("-:") for each in dynamic):
@@ -248,7 +248,7 @@ def _bitsandbytes(said: Mapping[str, Any]) -> Method:
 
 
 def _compressed_tensors(said: Mapping[str, Any]) -> Method | None:
-    (group,) = said["config_groups"].values()  # of one alone it is clear which modules it is for
+    (group,) = said["config_groups"].values()  # one group is for all modules
     sparse = (said.get("sparsity_config") or {}).get("format", "dense")
     if list(group["targets"]) != ["Linear"] or sparse != "dense":
         return None

@@ -21,8 +21,8 @@ from kvpolicy.evaluation.cost.reading import Reading, most_of
 from kvpolicy.evaluation.cost.second_reading import choosing_bytes
 from kvpolicy.policy import CachePolicy
 
-# For each token of the context, whatever layers hold of it: its id, position and whether it is
-# padding; `generate` has as much of its own while it works.
+# Bytes for each token of the context besides what layers hold: its id, its position and whether it
+# is padding. `generate` holds as much itself while it runs.
 TOKEN_BYTES = 3 * 8
 
 

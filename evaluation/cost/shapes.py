@@ -91,9 +91,9 @@ def _read_config(name: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        # No code of the folder's own is run, and nothing is asked for.
+        # No code from the folder is run, and the user is asked nothing.
         return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever the family's own checks raise
+    except Exception as error:  # any error of the family's own checks
         reason = textwrap.shorten(str(error), 200) or type(error).__name__
         raise ValueError(f"config {name} could not be read: {reason}") from error
 
@@ -109,10 +109,10 @@ def _config_file(name: str) -> Path:
         return path / "config.json"
     cached = cached_config(name) if is_hub_name(name) else None
     if cached is None:
-        remedy = f"; if the Hub has it, get it with: hf download {name} config.json"
+        remedy = f"; if it is on the Hub, download it with: hf download {name} config.json"
         raise ValueError(
-            f"config must be a preset ({', '.join(PRESETS)}), its name on the Hub, a folder with a "
-            "config.json, such a file, or a name that the local cache of the Hub holds, got "
+            f"config must be a preset ({', '.join(PRESETS)}), a preset's Hub name, a folder with "
+            "a config.json, the file itself, or the Hub name of a model in the local cache, got "
             f"{name!r}{remedy if is_hub_name(name) else ''}"
         )
     return cached

@@ -42,7 +42,7 @@ from kvpolicy.integrations.transformers.model.kinds import check_kinds, kinds_of
 
 NAME = "kvpolicy_shapes"
 TOKENS = 2
-# The precision of the model: states in another are so whatever the model's is.
+# The model's precision; states in another precision keep it whatever the model's is.
 DTYPE = torch.bfloat16
 
 
@@ -59,7 +59,7 @@ def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
     """
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, eager_mask)
-    config = copy.deepcopy(config)  # building a model of it writes to it
+    config = copy.deepcopy(config)  # building a model changes its configuration
     text = config.get_text_config(decoder=True)
     try:
         model = _built(config, text)
@@ -72,15 +72,15 @@ def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
         ids = torch.ones(1, TOKENS, dtype=torch.long, device="meta")
         with torch.no_grad(), seen.watching(), quiet():
             output = model(input_ids=ids, past_key_values=given, use_cache=True)
-    except Exception as error:  # whatever a family's own code raises
+    except Exception as error:  # any error in a family's own code
         reason = f"{type(error).__name__}: {textwrap.shorten(str(error), 160)}"
         raise UnsupportedModelError(
-            f"{name} must be a decoder that runs without weights, but that ended in {reason}; "
+            f"{name} must be a decoder that runs without weights, but its run ended in {reason}; "
             "describe it by a ModelShape"
         ) from error
     check_kinds(kinds_of(text, len(layers)))
     cache = output.past_key_values if given is None else given
-    held = [*cache.layers, *[None] * len(layers)][: len(layers)]  # fewer where some hold nothing
+    held = [*cache.layers, *[None] * len(layers)][: len(layers)]  # some may hold nothing
     places = _place_bytes(held)
     found = tuple(
         _layer(facts, cached, _states(cache, index, cached), places, *_window(text, index, cached))
@@ -120,7 +120,7 @@ def _built(config: Any, text: Any) -> nn.Module:
         elif type(text) in AutoModel._model_mapping:
             model = AutoModel.from_config(text, **options)
         else:
-            # A tower that reads images may look its attention up by the names it knows.
+            # A vision tower may accept only the attention names that it knows.
             options["attn_implementation"] = "eager"
             model = AutoModelForImageTextToText.from_config(config, **options)
             model.config.get_text_config(decoder=True)._attn_implementation = NAME
@@ -218,7 +218,7 @@ class _Seen:
 
 
 def _all_keys_are_there(*_: Any) -> None:
-    """Forward hook after which ``nonzero`` on `meta` tensors returns every entry."""
+    """Forward hook after which ``nonzero`` returns every entry of a `meta` tensor."""
     without_numbers.meta_nonzero_assume_all_nonzero = True
 
 
@@ -310,7 +310,7 @@ def _states(cache: Any, index: int, cached: Any) -> list[Tensor]:
         if isinstance(held, dict):
             held = list(held.values())
         found += held if isinstance(held, (list, tuple)) else [held]
-    # Caches that some models define for themselves hold states beside their layers.
+    # Some models define caches that hold states beside their layers.
     found += getattr(cache, "linear_cache", [])[index : index + 1]
     return [each for each in found if isinstance(each, Tensor)]
 
@@ -323,5 +323,5 @@ def _window(config: Any, index: int, cached: Any) -> tuple[int | None, bool]:
         return own, False
     if kinds[index] == "chunked_attention":
         return config.attention_chunk_size, True
-    # A layer that has another's keys has no window of its own in the cache.
+    # A layer that uses another layer's keys has no window of its own in the cache.
     return config.sliding_window if kinds[index] == "sliding_attention" else own, False

@@ -1,4 +1,4 @@
-"""Describe what a folder of results is of, and tell whether two descriptions go together.
+"""Describe what a results folder contains, and whether two folders may be joined.
 
 A description has three kinds of settings. Some only grow: tasks, lengths, questions, methods and
 numbers of samples. The model by its content, the chat template and the like decide what is
@@ -17,9 +17,9 @@ import attrs
 from kvpolicy.evaluation.suite.earlier_names import present_cell, present_label, present_method
 from kvpolicy.evaluation.suite.sample import Cell, Method
 
-# Format 1 numbers the documents of a task through all of its lengths, 2 those of each length.
+# Format 1 numbers a task's documents across all its lengths, format 2 within each length.
 FORMAT = 2
-# Of each setting that only grows, how the values of two runs become one.
+# For each setting that can only grow: how to combine the values of two runs.
 _LISTS = ("tasks", "lengths", "questions", "include")
 _GROWING = (*_LISTS, "limit", "data", "beyond_positions", "made_of")
 _PLACE = ("device", "threads", "batch_size")
@@ -27,7 +27,7 @@ _PLACE = ("device", "threads", "batch_size")
 
 @attrs.frozen
 class Description:
-    """What a folder of results records about its evaluation: settings, machine and methods.
+    """The description of a results folder: the evaluation's settings, machine and methods.
 
     Args:
         settings: What was asked for, and the model, as plain data.
@@ -73,10 +73,10 @@ class Description:
             }
             return cls(read.pop("settings"), read, methods, expected, number)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"no settings of an evaluation: {error}") from None
+            raise ValueError(f"not the settings of an evaluation: {error}") from None
 
     def conflicts(self, other: Description) -> list[str]:
-        """List how two evaluations differ in what decides the answers; empty if in nothing.
+        """List the differences between two evaluations that affect the answers; empty if none.
 
         A model counts by its content, whatever its name. A policy or a task that only one of them
         has is no conflict.
@@ -92,9 +92,9 @@ class Description:
         return found
 
     def circumstances(self, other: Description) -> list[tuple[str, str, str]]:
-        """List how two evaluations differ in machine, threads and versions: name and both values.
+        """List how two evaluations differ in machine, threads and versions: name, both values.
 
-        The number of a machine's processors counts for nothing.
+        The number of a machine's processors is ignored.
         """
         own, its = _place(self), _place(other)
         names = [name for name in {**own, **its} if own.get(name) != its.get(name)]
@@ -106,7 +106,7 @@ class Description:
         return [*self.conflicts(other), *unlike]
 
     def joined(self, other: Description) -> Description:
-        """Return the description of all that two evaluations ask, in the order of one that does.
+        """Return a description of everything that the two evaluations ask.
 
         The model's name, the machine and the versions are the first one's.
         """
@@ -136,13 +136,13 @@ class Description:
 
 
 def _contents(description: Description) -> dict[str, Any]:
-    """Return the settings that decide what is answered."""
+    """Return the settings that decide the answers."""
     others = (*_GROWING, *_PLACE)
     return {name: value for name, value in description.settings.items() if name not in others}
 
 
 def _place(description: Description) -> dict[str, Any]:
-    """Return on what an evaluation ran: device, threads, versions and machine."""
+    """Return where an evaluation ran: device, threads, versions and machine."""
     settings, environment = description.settings, description.environment
     versions, machine = environment.get("versions", {}), environment.get("machine", {})
     return {
@@ -163,7 +163,7 @@ def _unlike(
 
 
 def _numbering(description: Description) -> dict[str, Any]:
-    """Return how documents are numbered, where format 1 and later ones differ in it."""
+    """Return how documents are numbered, which differs between format 1 and later ones."""
     lengths = {(cell.task, cell.length) for cell in description.expected}
     several = len(lengths) > len({task for task, _ in lengths})
     if description.format > 1 or not several:
@@ -177,7 +177,7 @@ def _parameters(description: Description) -> dict[str, Any]:
 
 
 def _origins(description: Description) -> dict[str, Any]:
-    """Return what each task's documents were made of, by task and, where it has some, length."""
+    """Return the origin of each task's documents, by task and, if it has lengths, by length."""
     return {
         f"what {task} {key} is made of": value
         for task, made in description.settings.get("made_of", {}).items()

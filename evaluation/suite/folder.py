@@ -26,7 +26,7 @@ SETTINGS, SAMPLES, LOCK = "settings.json", "samples.jsonl", ".lock"
 
 @attrs.frozen
 class Source:
-    """A folder that results were read from.
+    """A folder from which results were read.
 
     Args:
         folder: The folder.
@@ -108,7 +108,7 @@ class Folder:
         self.asked = asked
 
     def begin(self) -> None:
-        """Record what is asked for, before the first sample of this run is appended."""
+        """Record what is asked, before the first sample of this run is appended."""
         file, content = self.path / SETTINGS, self.description.to_json().encode()
         if not file.exists() or file.read_bytes() != content:
             write_all(self.path, {SETTINGS: content})
@@ -137,8 +137,8 @@ def opened(path: Path, description: Description) -> Iterator[Folder]:
             yield _begun(path, description)
     except Timeout:
         raise ValueError(
-            f"out must be a folder that nobody writes to, got {path}, which another kvpolicy eval "
-            "is filling"
+            f"out must be a folder that no other process writes to, got {path}, which another "
+            "kvpolicy eval is filling"
         ) from None
 
 

@@ -30,9 +30,9 @@ from kvpolicy.policy import CachePolicy
 if TYPE_CHECKING:
     from kvpolicy.integrations.lm_eval.model import Question
 
-# The field of a document that says for which prompt length it was made; RULER's.
+# The field in which RULER's documents say for which prompt length they were made.
 LENGTH_FIELD = "max_length"
-# Of the tokens that `HFLM` reads.
+# The arguments of `HFLM` that limit the tokens it reads.
 NO_LIMIT = 2**31 - 1
 
 
@@ -100,7 +100,7 @@ class HarnessRunner(Runner):
         asked = [each for group in groups for each in group]
         with quiet():
             costs = iter(self._ask(self._model(cell.method, cell.question), asked))
-            task._instances = asked  # what `apply_filters` filters
+            task._instances = asked  # the responses that `apply_filters` filters
             task.apply_filters()
         return [
             _answer(task, cell, group, [cost for _ in group for cost in next(costs)])
@@ -125,7 +125,7 @@ class HarnessRunner(Runner):
                 policy=self.policies[method],
                 question=cast("Question", question),
                 batch_size=self.batch_size,
-                # No prompt is cut off: what is too long is refused, or read whole.
+                # No prompt is cut off: one that is too long is refused, or read whole.
                 max_length=NO_LIMIT,
             )
         return self._models[method, question]

@@ -1,4 +1,4 @@
-"""Join the results of several folders, as of several machines, for one report."""
+"""Join results folders, such as those of several machines, for one report."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import attrs
 from kvpolicy.evaluation.suite.folder import Results, Source, load
 from kvpolicy.evaluation.suite.sample import Cell, Sample
 
-# Of samples that contradict, a message shows so many.
+# How many contradicting samples a message shows.
 SHOWN = 3
 
 
 def load_joined(folders: Sequence[Path | str]) -> Results:
-    """Read several folders of results as one, without changing them.
+    """Read several results folders as one, without changing them.
 
     Where two folders have the same sample, the first one's counts; they may differ in times alone.
 
@@ -80,7 +80,7 @@ def _joined(own: Results, its: Results) -> Results:
 
 
 def _check_prompts(own: Results, its: Results, names: str) -> None:
-    """Check that both folders' documents of the same number have the same prompts."""
+    """Check that documents of the same number have the same prompts in both folders."""
 
     def digests(results: Results) -> dict[tuple[str, int | None, int], str]:
         return {
@@ -99,7 +99,7 @@ def _check_prompts(own: Results, its: Results, names: str) -> None:
 
 
 def _contradictions(own: Sample, its: Sample) -> list[str]:
-    """Return in what a sample that two folders have differs, times aside, as one line or none."""
+    """Describe how two samples of one document differ, times aside, in one line; else empty."""
     first, second = _told(own), _told(its)
     unlike = [
         f"{name} was {first[name]!r}, got {second[name]!r}"

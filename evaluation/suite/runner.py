@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kvpolicy.evaluation.suite.sample import Answer, Cell, Document
 
-# Documents by task and length; the length is None for a task whose prompts are as long as they are.
+# Documents by task and length; the length is None for a task whose prompts have fixed lengths.
 Documents = Mapping[tuple[str, int | None], Sequence[Document]]
 
 

@@ -70,12 +70,12 @@ class Answer:
 
     Args:
         prediction: The text that was scored; for a multiple choice, the choice.
-        scores: By metric, first the one that counts.
+        scores: Scores by metric, the main metric first.
         tokens_seen: Tokens of the prompt.
-        tokens_kept: Of them, the mean over layers and heads after prefill.
-        bytes_held: Of the cache after prefill.
-        prefill_seconds: Reading the prompt; in a batch its share of the batch's.
-        total_seconds: All of it, likewise.
+        tokens_kept: Tokens kept of the prompt after prefill, the mean over layers and heads.
+        bytes_held: Bytes of the cache after prefill.
+        prefill_seconds: Seconds to read the prompt; in a batch, its share of the batch's seconds.
+        total_seconds: Seconds to read the prompt and generate the answer, counted in the same way.
     """
 
     prediction: str
@@ -172,4 +172,4 @@ class Sample:
             read["references"] = tuple(read["references"])
             return cls(cell=cell, answer=answer, **read)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(f"no sample of an evaluation: {error!r}") from None
+            raise ValueError(f"not a sample of an evaluation: {error!r}") from None

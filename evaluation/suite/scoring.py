@@ -9,7 +9,7 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 
-# Tasks with needles that do not say themselves how deep they lie.
+# Tasks with needles whose documents do not say how deep the needle is.
 NEEDLES = "niah_"
 
 

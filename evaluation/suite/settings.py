@@ -27,7 +27,7 @@ class Settings(ModelOptions):
     tasks: Annotated[
         tuple[str, ...],
         Option(
-            "The harness's tasks, groups or tags, comma-separated or repeated.",
+            "Tasks, groups or tags of lm-evaluation-harness; comma-separated or repeated.",
             ("--tasks", "-t"),
             metavar="NAMES",
             read=split_names,
@@ -36,34 +36,39 @@ class Settings(ModelOptions):
     lengths: Annotated[
         tuple[int, ...],
         Option(
-            "Prompt lengths of tasks that are made for one, as the tasks; default: 4096.",
+            "Prompt lengths in tokens, for tasks that are made for a length; comma-separated or "
+            "repeated; default: 4096.",
             read=_lengths,
         ),
     ] = (4096,)
     questions: Annotated[
         tuple[str, ...],
         Option(
-            "with: the policy sees the question; later: it is asked when the policy has chosen; "
-            "or both. Default: with.",
+            "with: the policy sees the question; later: the question is asked after the policy "
+            "has chosen; or both. Default: with.",
             ("--question",),
             metavar="HOW",
             read=split_names,
         ),
     ] = ("with",)
-    data: Annotated[Path | None, Option("Local data of the tasks.", metavar="DIR")] = None
+    data: Annotated[Path | None, Option("Folder with local data of the tasks.", metavar="DIR")] = (
+        None
+    )
     include: Annotated[
         tuple[Path, ...],
-        Option("A folder with tasks of your own, repeatable.", metavar="DIR"),
+        Option("Folder with tasks of your own; repeatable.", metavar="DIR"),
     ] = ()
-    limit: Annotated[int | None, Option("Documents of each task and length.", min=1)] = None
-    batch_size: Annotated[int, Option("Prompts that are read at once.", min=1)] = 1
+    limit: Annotated[int | None, Option("Number of documents for each task and length.", min=1)] = (
+        None
+    )
+    batch_size: Annotated[int, Option("Number of prompts to read at once.", min=1)] = 1
     chat_template: Annotated[
         bool,
         Option(
-            "Ask in the tokenizer's chat template.",
+            "Use the tokenizer's chat template.",
             ("--chat/--no-chat",),
             earlier="--chat-template",
         ),
     ] = False
-    # None for those the folder was begun with, or as many as are idle.
+    # None for the folder's number, or in a new folder the number of idle processors.
     threads: Annotated[int | None, THREADS] = None

@@ -151,7 +151,7 @@ def _load_tasks(settings: Settings, tokenizer: Any, progress: Progress) -> dict[
     with quiet():
         try:
             return load_tasks(settings.tasks, manager, limit=settings.limit)
-        except OSError as error:  # a network's errors are of this kind
+        except OSError as error:  # network errors are of this class
             remedy = "" if settings.data else "; without a network, give their data by --data DIR"
             raise OSError(f"--tasks could not be loaded: {error}{remedy}") from error
 
@@ -191,7 +191,7 @@ def _description(
         "made_of": {name: made for name, task in tasks.items() if (made := _made_of(task))},
     }
     if not asked["beyond_positions"]:
-        del asked["beyond_positions"]  # as folders have it that were begun before it was there
+        del asked["beyond_positions"]  # as in folders that were begun before this setting existed
     found = environment(loaded.model.device)
     found["versions"]["lm_eval"] = version("lm_eval")
     methods = {each.label: Method.of(each) for each in chosen}

@@ -153,7 +153,7 @@ class Summary:
 
     @property
     def uneven(self) -> dict[tuple[str, int | None, str], list[Figure]]:
-        """The results of each task, length and question whose methods have unlike sample counts."""
+        """Results of each task, length and question whose methods have unequal sample counts."""
         groups: dict[tuple[str, int | None, str], list[Figure]] = {}
         for cell, figure in self.figures.items():
             groups.setdefault((cell.task, cell.length, cell.question), []).append(figure)

@@ -15,7 +15,7 @@ from kvpolicy.evaluation.defaults import MIN_NEEDLE_CONTEXT
 from kvpolicy.evaluation.readable import check_known, check_whole
 from kvpolicy.evaluation.tasks.long_answers.task import right_steps
 
-# What the name of a measure ends in that counts steps.
+# The ending of the names of measures that count steps.
 STEPS = " steps"
 
 
@@ -186,7 +186,7 @@ def _from_line(line: str, where: str, tokenizer: Any) -> Prompt:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{rule}, got no JSON: {error.msg} at column {error.colno}") from None
+        raise ValueError(f"{rule}, got invalid JSON: {error.msg} at column {error.colno}") from None
     if not isinstance(entry, dict):
         raise ValueError(f"{rule}, got {type(entry).__name__}")
     for name in ("prompt", "answer"):

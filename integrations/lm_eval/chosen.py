@@ -43,7 +43,7 @@ def chosen_policy(
     named = {kind: PartOption.parse(text, kind) for kind, text in parts.items() if text is not None}
     if policy is not None and named:
         raise ValueError(
-            f"policy must be None where parts of a composition are named ({', '.join(named)}), "
+            f"policy must be None if parts of a composed policy are given ({', '.join(named)}), "
             f"got {policy}"
         )
     taken = _taken(policy, named)
@@ -73,7 +73,7 @@ def _taken(policy: CachePolicy | str | None, parts: Mapping[str, PartOption]) ->
 
 
 def _accepted(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return the parameters of a factory, and those that the earlier version named otherwise."""
+    """Return a factory's parameters, and those that have other names in the earlier version."""
     return {**parameters_of(factory), **earlier_arguments(factory)}
 
 
@@ -100,8 +100,8 @@ def check_model_arguments(arguments: Mapping[str, Any], *, loaded: bool) -> None
         )
     if str(arguments.get("batch_size", 1)).startswith("auto"):
         raise ValueError(
-            "batch_size must be an int, got auto: a size that plain forwards fit into says nothing "
-            "of what fits with a policy"
+            "batch_size must be an int, got auto, which measures what fits into memory without "
+            "the policy"
         )
     if arguments.get("backend", "default") == "seq2seq":
-        raise ValueError("backend must be causal, got seq2seq: policies are for decoders")
+        raise ValueError("backend must be causal, got seq2seq: policies work only for decoders")

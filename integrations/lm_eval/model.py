@@ -95,7 +95,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         }
 
     def _take_share(self) -> None:
-        """Set which share of the requests this process runs, where `HFLM` does not.
+        """Choose the requests that this process answers, if `HFLM` does not.
 
         `HFLM` shares the requests only between GPUs; several processes on CPUs would all do the
         same work.
@@ -165,7 +165,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
     def _read_documents(
         self, cache: PolicyCache, context: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Read the batch's documents into the cache; return its prompts with new padding.
+        """Read the batch's documents into the cache; return the prompts padded anew.
 
         A returned row is the padded document followed by the padded question.
 

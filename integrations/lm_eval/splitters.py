@@ -42,11 +42,11 @@ def document_end(task: str | None, doc: Mapping[str, Any], prompt: str) -> int:
     matching = [each for each in _splitters if fnmatch.fnmatchcase(task or "", each)]
     if not matching:
         raise ValueError(
-            f"question must be 'with' for the task {task!r}, got 'later': no splitter says where "
+            f"question must be 'with' for the task {task!r}, got 'later': no splitter tells where "
             "its prompts end their document and ask their question; register one, which returns "
-            "how many characters come before the question, with kvpolicy.integrations.lm_eval."
-            f"register_splitter({task!r}, lambda doc, prompt: ...); its documents have the fields "
-            f"{', '.join(doc)}"
+            "how many characters come before the question, with "
+            f"kvpolicy.integrations.lm_eval.register_splitter({task!r}, lambda doc, prompt: ...); "
+            f"its documents have the fields {', '.join(doc)}"
         )
     pattern = matching[-1]
     try:

@@ -29,6 +29,6 @@ def check_adapters(model: Any) -> None:
         if name in CACHES_OF_THEIR_OWN:
             raise UnsupportedModelError(
                 f"peft_type of the model's adapter must not be {name} with a PolicyCache: it "
-                "generates from a cache of its own, and no policy would act; adapters in the "
-                "layers (LoRA and its kind) and PROMPT_TUNING work"
+                "generates with a cache of its own, on which no policy acts; use an adapter in "
+                "the layers (such as LoRA), or PROMPT_TUNING"
             )

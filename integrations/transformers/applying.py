@@ -1,4 +1,4 @@
-"""Apply a policy to every `generate` call of a model, also where no cache can be passed."""
+"""Apply a policy to every `generate` call of a model, even if no cache can be passed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _applied: weakref.WeakKeyDictionary[nn.Module, AppliedPolicy] = weakref.WeakKeyD
 
 
 class AppliedPolicy:
-    """A policy that is applied to a model, until `remove` is called; see `apply_policy`.
+    """A policy applied to a model until `remove` is called; see `apply_policy`.
 
-    As a context manager it is removed at the end of the `with` block.
+    Used as a context manager, it is removed at the end of the `with` block.
 
     Args:
         model: The model whose `generate` runs.
@@ -57,20 +57,20 @@ class AppliedPolicy:
 
     @property
     def reports(self) -> tuple[CacheReport, ...]:
-        """The reports of the last calls that got a cache here and ended well, oldest first."""
+        """The reports of the last finished calls that used a cache made here, oldest first."""
         with _lock:
             return tuple(self._reports)
 
     @property
     def is_applied(self) -> bool:
-        """True until `remove` is called, or the model is gone."""
+        """False once `remove` was called, or once the model no longer exists; True before."""
         model = self._model()
         return model is not None and _applied.get(model) is self
 
     def remove(self) -> None:
         """Remove the policy from the model; doing so again changes nothing.
 
-        A call that another thread has begun ends with the cache that it got.
+        A call that is running in another thread keeps its cache until it ends.
         """
         with _lock:
             model = self._model()
@@ -101,7 +101,7 @@ class AppliedPolicy:
         return PolicyCache(self.policy, self.storage, max_new_tokens=self.max_new_tokens)
 
     def _note(self, cache: PolicyCache) -> None:
-        """Remember the report of a call's cache, if reports are asked for."""
+        """Store the report of a call's cache, if reports are wanted."""
         if self._reports.maxlen:
             report = cache.report()
             with _lock:
@@ -116,22 +116,22 @@ def apply_policy(
     max_new_tokens: int | None = None,
     reports: int = 16,
 ) -> AppliedPolicy:
-    """Apply a policy to every `generate` call of a model that brings no cache.
+    """Apply a policy to every `generate` call of a model that is given no cache.
 
     Each of these calls gets a new `PolicyCache`, as if ``past_key_values=PolicyCache(policy)`` were
     passed. It is for libraries that call `generate` themselves and have no place for a cache:
-    pipelines, agents, trainers, evaluations. Calls that bring ``past_key_values`` are as without.
-    So are those that draft tokens for another call (``assistant_model``): a draft takes its tokens
-    back and goes on call by call, which is no new turn.
+    pipelines, agents, trainers, evaluations. Calls that are given ``past_key_values`` are not
+    affected. Neither are calls that draft tokens for another call (``assistant_model``), since
+    drafts are removed again, and the next call is no new turn.
 
     Args:
-        model: A decoder-only model of Transformers, or a PEFT model around one; these two are one
-            model here. A copy of it has no policy applied.
+        model: A decoder-only model of Transformers, or a PEFT model around one, which count as the
+            same model. A copy of the model has no policy applied.
         policy: Which tokens to keep.
         storage: How keys and values are held; see `PolicyCache`.
         max_new_tokens: Answer tokens for which memory is reserved; see `PolicyCache`.
-        reports: How many of the last calls' reports are remembered. Each one waits for the GPU once
-            for every layer; 0 makes none.
+        reports: How many of the last calls' reports are remembered; 0 makes none. A report waits
+            for the GPU once for every layer.
 
     Returns:
         A handle that removes the policy: by its ``remove()``, or at the end of a `with` block.
@@ -143,8 +143,8 @@ def apply_policy(
         ValueError: The model has a policy applied, ``reports`` is below 0, a layer of the policy
             lies outside the model, or ``max_new_tokens`` is below 1 or above the model's positions.
 
-    A second policy for the same model is refused until the first is removed. If policies nested,
-    two handles that are removed in another order would leave open which policy is applied.
+    A second policy for the same model is refused until the first is removed, so that the order in
+    which handles are removed does not matter.
 
     Threads share the model's policy, and every call has its own cache. What `generate` refuses with
     a `PolicyCache` is refused with the same errors. A forward of the model without `generate` is
@@ -176,19 +176,19 @@ def apply_policy(
         if before is not None:
             raise ValueError(
                 f"model must have no policy applied, got one with {before.policy}; call remove() "
-                "of what apply_policy returned, or leave its with block"
+                "on the object that apply_policy returned, or leave its with block"
             )
         _applied[owner] = handle
     return handle
 
 
 def applied_to(model: nn.Module) -> AppliedPolicy | None:
-    """Return what is applied to a model whose `generate` runs; None if nothing is."""
+    """Return the policy applied to the model whose `generate` runs; None if there is none."""
     return _applied.get(model) if _applied else None
 
 
 def _generating(model: Any) -> nn.Module:
-    """Return the model whose `generate` runs when a model, or one around it, generates.
+    """Return the model whose `generate` runs, given this model or one that wraps it.
 
     Raises:
         TypeError: ``model`` is not a torch module.
@@ -200,11 +200,11 @@ def _generating(model: Any) -> nn.Module:
     owner = base() if callable(base) else model
     method: Any = getattr(owner, "generate", None)
     if getattr(method, "__func__", None) is not GenerationMixin.generate:
-        kind = "one of its own" if callable(method) else "none"
+        kind = "another one" if callable(method) else "none"
         raise UnsupportedModelError(
-            "model must be one whose generate is that of Transformers, got "
-            f"{type(owner).__name__}, which has {kind}; apply the policy to the "
-            "model inside that generates, or pass past_key_values=PolicyCache(policy)"
+            f"model must have the generate of Transformers, but {type(owner).__name__} has "
+            f"{kind}; apply the policy to the inner model that generates, or pass "
+            "past_key_values=PolicyCache(policy)"
         )
     found: nn.Module = method.__self__
     return found

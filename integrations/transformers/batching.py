@@ -1,4 +1,4 @@
-"""Refuse a policy cache in continuous batching, which has a cache of its own.
+"""Refuse policy caches in continuous batching, which uses its own cache.
 
 Otherwise Transformers would ignore the policy without a word.
 """
@@ -43,11 +43,11 @@ def _refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         given = any(isinstance(each, PolicyCache) for each in (*args, *kwargs.values()))
         if given or _has_cache(self):
             raise UnsupportedGenerationError(
-                f"{name} must not be given a PolicyCache, nor be called for a model that one is "
-                "attached or a policy applied to: continuous batching keeps pages of its own, and "
-                "no policy would act; pad the prompts on the left and call "
-                "model.generate(input_ids, attention_mask=mask, past_key_values=cache), or call it "
-                "outside of `with cache.attached(model):` and `with apply_policy(model, policy):`"
+                f"{name} must not be called with a PolicyCache, or for a model that has a cache "
+                "attached or a policy applied: continuous batching uses its own cache, on which "
+                "no policy acts; pad the prompts on the left and call model.generate(input_ids, "
+                "attention_mask=mask, past_key_values=cache), or call it outside of `with "
+                "cache.attached(model):` and `with apply_policy(model, policy):`"
             )
         return original(self, *args, **kwargs)
 

@@ -223,8 +223,8 @@ class PolicyCache(DispatchedCache):
         decoder = None if self._reader.filled_by is None else self._reader.filled_by()
         if decoder is None:
             raise ValueError(
-                "cache must be saved while the model that filled it exists, since the file says "
-                "which it was; a copy of a cache knows none"
+                "cache must be saved while the model that filled it exists, since the file "
+                "identifies this model; a copy of a cache does not know its model"
             )
         return ModelFingerprint.of(decoder)
 
@@ -299,7 +299,7 @@ class PolicyCache(DispatchedCache):
 
     @property
     def propagated(self) -> dict[int, Tensor]:
-        """The positions that each layer that drops tokens passed on in the last prompt."""
+        """The positions passed on by each layer that dropped tokens in the last prompt."""
         return dict(self._reader.now.propagated)
 
     def start_turn(self, prompt_len: int | None = None) -> None:
@@ -390,8 +390,8 @@ class PolicyCache(DispatchedCache):
             )
         if count and not all(layer.is_croppable for layer in self.layers):
             raise ValueError(
-                f"tokens_to_remove must be 0 where layers are recurrent, got {tokens_to_remove}: "
-                "tokens cannot be taken back from a state; use a copy made before they were read"
+                f"tokens_to_remove must be 0 if layers are recurrent, got {tokens_to_remove}: "
+                "tokens cannot be removed from a state; use a copy made before they were read"
             )
         if count and self._reader.tokens is not None:
             for layer in self.layers:

@@ -76,7 +76,7 @@ class ModelCheck:
         placed.check_model(self.parts.num_layers)
         try:
             self.parts.check_queries(placed)
-            # What holds of this policy says more than what the self-check met with one of its own.
+            # A check of this policy tells more than a self-check with another policy.
             self.parts.check_policy(placed, context_len)
             self.verdict.check(policy, self.parts.num_layers)
         except UnsupportedModelError as error:

@@ -14,7 +14,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.frozen(eq=False)
 class Given:
-    """The ids, embeddings and attention mask that a call of `generate` is given.
+    """The token ids, embeddings and attention mask that a call of `generate` gets.
 
     Args:
         ids: ``[rows, len]`` token ids; None if the call has none.
@@ -113,8 +113,8 @@ class Given:
         raise ValueError(
             f"input_ids must begin with the tokens that the cache has read, but in row {row} the "
             f"token at position {int(seen.valid[row, :column].sum())} was "
-            f"{int(seen.ids[row, column])}, got {int(ids[row // each, column])}; go on from the "
-            "very ids of earlier turns, since a text that is tokenised anew may give others, or "
+            f"{int(seen.ids[row, column])}, got {int(ids[row // each, column])}; pass the ids of "
+            "earlier turns unchanged, since tokenizing their text again may give other ids, or "
             "reset() the cache to read another text"
         )
 

@@ -1,4 +1,4 @@
-"""A conversation that goes on turn by turn, of which a model reads each turn once."""
+"""A conversation under a policy, in which the model reads every turn only once."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from kvpolicy.policy import CachePolicy
 
 
 class RereadingWarning(UserWarning):
-    """Warns that a conversation is read anew, since its text is no longer what was read."""
+    """Warns that a conversation is read again from its start, since its earlier text changed."""
 
 
 class Conversation:
-    """A conversation with a model that goes on turn by turn under a policy.
+    """A conversation with a model under a policy; each turn is read once and kept in the cache.
 
-    Each turn the model reads only what is new, and the policy chooses among what is held and what
-    is new. The texts are those of the tokenizer's chat template.
+    In each turn the model reads only the new text. The policy then chooses among the tokens that
+    the cache holds and the new ones. The tokenizer's chat template makes the text.
 
     Args:
         model: A decoder-only model of Transformers.
@@ -55,24 +55,24 @@ class Conversation:
         storage: How keys and values are held; see `PolicyCache`.
 
     Attributes:
-        messages: The messages so far, as the chat template gets them. They may be changed, and
-            others may be added, such as results of tools.
-        rereadings: How often the conversation was read anew.
+        messages: The messages so far, as the chat template gets them. You may change them, or add
+            others, such as results of tools.
+        rereadings: How often the conversation was read again from its start.
 
     Raises:
         TypeError: An argument has the wrong type.
         UnsupportedModelError: The policy cannot be applied to the model.
         ValueError: There is no chat template, or ``system`` is blank.
 
-    What was read stays, as long as the text of the whole conversation begins with it. The ids of
-    answers stay as they were generated, also where the tokenizer would give others for their text.
-    If a template changes the last answer, or the beginning that it wrote for it, as those of
-    thinking models do, the answer alone is read again. If it changes anything before, or
-    ``messages`` were changed there, or images are added after the first turn, the conversation is
-    read anew, in one turn, with a `RereadingWarning`.
+    The cache is reused as long as the text of the whole conversation begins with the text that was
+    read. The ids of answers stay as they were generated, even if the tokenizer would encode their
+    text differently. If the template changes the last answer or its beginning, as templates of
+    thinking models do, only this answer is read again. The whole conversation is read again, in one
+    turn and with a `RereadingWarning`, if earlier text changes, because of the template or of your
+    changes to ``messages``, or if images are added after the first turn.
 
-    A call that fails or is interrupted leaves the conversation as it was. Until it ends, both what
-    was held before and what is held after it are in memory.
+    A call that fails or is interrupted leaves the conversation as it was. During a call, the cache
+    from before the call and the new one are both in memory.
 
     Example:
         >>> from kvpolicy.evaluation.needle import load_model, load_tokenizer
@@ -116,7 +116,7 @@ class Conversation:
 
     @property
     def cache(self) -> PolicyCache:
-        """The cache of what was read; use a copy of it for calls of your own."""
+        """The cache with all that was read; for calls of your own, use a copy of it."""
         return self._reading.cache
 
     @property
@@ -129,7 +129,7 @@ class Conversation:
         held = held_in_words(self.cache.layers, self.cache.get_seq_length())
         said = [f"{turns} turn{'' if turns == 1 else 's'}", held]
         if self.rereadings:
-            said.append(f"read anew {self.rereadings} time{'' if self.rereadings == 1 else 's'}")
+            said.append(f"reread {self.rereadings} time{'' if self.rereadings == 1 else 's'}")
         name = f"{type(self).__name__}({type(self._model).__name__}, {self.policy})"
         return f"{name}: {', '.join(said)}"
 
@@ -138,7 +138,7 @@ class Conversation:
         return self.cache.report()
 
     def add_document(self, text: str) -> None:
-        """Add a document, which the next question's message begins with.
+        """Add a document to the beginning of the next question's message.
 
         Raises:
             TypeError: ``text`` is not a str.
@@ -147,7 +147,7 @@ class Conversation:
         self._added.append(_text_part("text", text))
 
     def add_image(self, image: Any) -> None:
-        """Add an image, which the next question's message begins with.
+        """Add an image to the beginning of the next question's message.
 
         Args:
             image: The image, as the processor takes it: one of PIL, or an array.
@@ -163,7 +163,7 @@ class Conversation:
         self._added.append({"type": "image", "image": image})
 
     def ask(self, text: str | None, *, max_new_tokens: int | None = None, **generation: Any) -> str:
-        """Ask something, and return the answer.
+        """Ask a question, and return the model's answer.
 
         Args:
             text: The question, or whatever the user says. None asks for an answer to ``messages``
@@ -184,7 +184,7 @@ class Conversation:
                 refuses the messages, or the tokenizer is not the model's.
 
         Warns:
-            RereadingWarning: The conversation is read anew.
+            RereadingWarning: The conversation is read again from its start.
         """
         with self._alone():
             check_options(generation, "the conversation")
@@ -199,7 +199,8 @@ class Conversation:
             if anew:
                 change = self._reading.change(turn.text, turn.images)
                 warnings.warn(
-                    f"the conversation is read anew, {len(turn.ids)} tokens: {change}",
+                    f"the conversation is read again from its start, {len(turn.ids)} tokens: "
+                    f"{change}",
                     RereadingWarning,
                     stacklevel=2,
                 )
@@ -213,19 +214,19 @@ class Conversation:
         return self._template.decode(answer, special=False)
 
     def _said(self, text: str | None) -> list[Message]:
-        """Return the user's message; nothing if ``text`` is None."""
+        """Return the user's new message as a list; empty if ``text`` is None."""
         if text is not None:
             parts = [*self._added, _text_part("text", text)]
             return [{"role": "user", "content": self._template.content_of(parts)}]
         if self._added or not self.messages or self.messages[-1].get("role") == "assistant":
             raise ValueError(
-                "text must be a str where nothing else waits for an answer, or where documents or "
-                "images were added, got None"
+                "text must be a str if documents or images were added, or if no message waits "
+                "for an answer, got None"
             )
         return []
 
     def _turn(self, messages: list[Message]) -> tuple[ChatTurn, bool]:
-        """Return the next turn, and whether the conversation is read anew."""
+        """Return the next turn, and whether the conversation is read again from its start."""
         template, before = self._template, self._reading
         text, images = template.render(messages), images_of(messages)
         start = before.until(text) if before.has_images(images) else None
@@ -247,7 +248,7 @@ class Conversation:
     def _lasting(
         self, messages: list[Message], text: str, ids: list[int], start: Mark
     ) -> Mark | None:
-        """Return up to where later turns will have the same text; None if it is all of it."""
+        """Return the mark up to which later turns repeat the text; None if they repeat all."""
         chars = self._template.lasting(messages, text)
         if not start.chars < chars < len(text):
             return None
@@ -257,7 +258,7 @@ class Conversation:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other threads from using the conversation, in a `with` block."""
+        """Keep other threads from using the conversation in a ``with`` block."""
         if not self._lock.acquire(blocking=False):
             name = None if self._thread is None else self._thread.name
             raise CacheInUseError(
@@ -272,9 +273,9 @@ class Conversation:
             self._lock.release()
 
     def fork(self) -> Conversation:
-        """Return a copy of the conversation that goes on independently.
+        """Return an independent copy of the conversation.
 
-        What was read is held once, until either goes on.
+        Both share the cache in memory until one of them continues.
 
         Raises:
             CacheInUseError: The conversation is being used.
@@ -291,11 +292,11 @@ class Conversation:
             return fork
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the conversation to a file, from which `load` goes on later or elsewhere.
+        """Save the conversation to a file, from which `load` continues later or elsewhere.
 
         Args:
-            path: The file, in the safetensors format: that of `PolicyCache.save`, and in it the
-                messages and the ids of all tokens. Images must be of PIL.
+            path: The file, in the safetensors format of `PolicyCache.save`. It also gets the
+                messages and the ids of all tokens. Images must be PIL images.
 
         Raises:
             TypeError: A message, an image or ``template_options`` cannot be written as JSON.
@@ -306,7 +307,7 @@ class Conversation:
         with self._alone():
             if not self._reading.ids:
                 raise ValueError(
-                    "conversation must have an answer to be saved, got one of which nothing is read"
+                    "conversation must have an answer to be saved, got one that has read nothing"
                 )
             saved = SavedChat(
                 self.messages,
@@ -328,13 +329,13 @@ class Conversation:
         *,
         storage: Storage | None = None,
     ) -> Conversation:
-        """Load a conversation from a file written by `save`; it goes on where it was.
+        """Load a conversation from a file written by `save`, to continue it.
 
         Args:
             path: The file.
             model: The model that read the conversation; see `PolicyCache.load`.
-            tokenizer: Its tokenizer or processor. If its chat template is another now, the
-                conversation is read anew where that changes it.
+            tokenizer: Its tokenizer or processor. If its chat template has changed and now gives
+                another text, the conversation is read again from its start.
             policy: See `PolicyCache.load`.
             storage: How keys and values are held from now on; None holds them unchanged.
 
@@ -342,7 +343,7 @@ class Conversation:
             TypeError: An argument has the wrong type.
             OSError: The file cannot be read.
             ValueError: The file was not written by `save` or is damaged, or the model, the policy
-                or the tokenizer is another.
+                or the tokenizer is a different one.
         """
         cache = PolicyCache.load(path, policy, storage)
         saved = SavedChat.read(path, cache)
@@ -366,7 +367,7 @@ class Conversation:
 
 
 def _text_part(name: str, text: object) -> dict[str, Any]:
-    """Return a text as a part of a message.
+    """Return a text as one part of a message's content.
 
     Raises:
         TypeError: ``text`` is not a str.

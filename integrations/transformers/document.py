@@ -34,7 +34,7 @@ class ReadDocument:
         document: The text.
         policy: Which of its tokens to keep.
         chat: True puts document and question into one user message of the tokenizer's chat
-            template; False puts the question directly behind the document.
+            template; False puts the question directly after the document.
         storage: How keys and values are held; see `PolicyCache`.
 
     Attributes:
@@ -85,7 +85,9 @@ class ReadDocument:
         self._text = self._templated("?")[: -len(self._after("?"))] if chat else document
         ids = prompt_ids(tokenizer, self._text, special=not chat)
         if not ids:
-            raise ValueError(f"document must have tokens, got {document!r}, of which none is made")
+            raise ValueError(
+                f"document must have tokens, got {document!r}, for which the tokenizer makes none"
+            )
         self._ids = torch.tensor([ids], device=model.device)
         read(model, self.cache, self._ids, torch.ones_like(self._ids))
 
@@ -166,13 +168,13 @@ class ReadDocument:
         return text
 
     def _after(self, question: str) -> str:
-        """Return the text that the chat template puts after the document, question included."""
+        """Return the text that the chat template puts after the document, with a question."""
         text, document = self._templated(question), self._document.strip()
         before, found, after = text.partition(document)
         if not found or not (before + found).startswith(getattr(self, "_text", before + found)):
             raise ValueError(
-                "the chat template must begin with the document whatever is asked, got one that "
-                "changes it; build the texts yourself, and pass chat=False"
+                "the chat template must begin with the same document for every question, got one "
+                "that changes it; build the texts yourself, and pass chat=False"
             )
         return after
 
@@ -208,18 +210,19 @@ def check_options(generation: Mapping[str, Any], made_of: str) -> None:
     """
     for name in sorted(OWN_ARGUMENTS & generation.keys()):
         raise ValueError(
-            f"generation must not name {name}, which is made of {made_of}, got {generation[name]!r}"
+            f"generation must not contain {name}, which is made from {made_of}, got "
+            f"{generation[name]!r}"
         )
 
 
 def pad_of(tokenizer: Any) -> int | None:
-    """Return a tokenizer's id of padding, or of the end of a text; None without either."""
+    """Return a tokenizer's padding id, or else its end-of-text id; None if it has neither."""
     pad: int | None = tokenizer.pad_token_id
     return tokenizer.eos_token_id if pad is None else pad
 
 
 def beams_of(model: Any, generation: Mapping[str, Any]) -> int:
-    """Return how many rows `generate` makes of each prompt: the number of beams.
+    """Return how many rows `generate` makes for each prompt: the number of beams.
 
     A cache that has been filled must have as many rows for each prompt.
 

@@ -72,11 +72,14 @@ def check_room(reader: ForwardDispatcher, parts: ModelParts, longest: int | None
         return
     name, remedy = "max_new_tokens", "the longest answer you expect, or None to let it grow"
     if longest is None:
-        name, remedy = "every of the policy's decoding", "how many tokens a layer may grow by"
+        name, remedy = (
+            "'every' of the policy's decoding",
+            "the number of tokens by which a layer may grow",
+        )
     raise ValueError(
-        f"{name} must be at most {most}, the positions of {type(parts.model).__name__}, since "
-        f"memory for as many tokens is taken when a prompt is read, got {longest or room}; "
-        f"pass {remedy}"
+        f"{name} must be at most {most}, the number of positions of {type(parts.model).__name__}, "
+        "since memory for this many tokens is reserved when a prompt is read, got "
+        f"{longest or room}; pass {remedy}"
     )
 
 
@@ -92,8 +95,8 @@ def check_bounded(reader: ForwardDispatcher) -> None:
     blind = [i for i, layer in enumerate(reader.layers) if not layer.facts.shows_queries]
     if blind and reader.policy.decoding.num_queries != 0:
         raise UnsupportedModelError(
-            f"decoding of {reader.policy} must look at no queries with a model whose attention "
-            f"shows none, as that of layers {blind}; use the rule of StreamingLLM, KeyNorm, "
+            f"decoding of {reader.policy} must not read queries with a model whose attention does "
+            f"not show them, as in layers {blind}; use the rule of StreamingLLM, KeyNorm, "
             "KeyDiff, LagKV, CurDKV or Random"
         )
 
@@ -106,9 +109,9 @@ def _check_loaded_for(saved: ModelFingerprint, model: ModelFingerprint) -> None:
         )
     if not saved.is_comparable(model):
         warnings.warn(
-            "whether model is the one that filled the saved cache cannot be told, since no "
-            "parameter's values are known both of it and of that one (they are quantised, or "
-            "not in memory); make sure of it, or load it with its embeddings in memory",
+            "it cannot be checked that model is the one that filled the saved cache, since no "
+            "parameter's values are known of both (they are quantised, or not in memory); check "
+            "this yourself, or load the model with its embeddings in memory",
             stacklevel=4,
         )
 
@@ -120,13 +123,13 @@ def _check_kinds(reader: ForwardDispatcher, parts: ModelParts) -> None:
             layer.blocks = wanted.blocks  # a file does not hold this setting
         if type(layer) is not type(wanted) or layer.producer != wanted.producer:
             raise ValueError(
-                f"saved cache must hold what layer {index} of the model holds, which is "
-                f"{kind.name}, got something else; the file was changed"
+                f"saved cache must hold what layer {index} of the model holds (kind: {kind.name}), "
+                "got something else; the file was changed"
             )
 
 
 def find_heads(reader: ForwardDispatcher, parts: ModelParts) -> None:
-    """Find, for each layer, which heads this process has and if queries can be observed."""
+    """Find, for each layer, which heads this process has and whether queries can be observed."""
     tp_size = getattr(parts.model, "tp_size", None) or 1
     for layer, attention in zip(reader.layers, parts.attentions, strict=True):
         layer.facts.shows_queries = attention is not None or not layer.attends
@@ -159,7 +162,7 @@ def _move_to(reader: ForwardDispatcher, parts: ModelParts) -> None:
 def _check_precision(reader: ForwardDispatcher, saved: torch.dtype, own: torch.dtype) -> None:
     if any(layer.state_nbytes() for layer in reader.layers):
         raise ValueError(
-            f"model must be in the precision in which the saved cache was filled, {saved}, "
-            f"where it has recurrent layers or has read images, got {own}; what is held of "
-            "these is in one precision"
+            f"model must have the precision in which the saved cache was filled, {saved}, if it "
+            f"has recurrent layers or has read images, got {own}; their states are stored in this "
+            "precision"
         )

@@ -136,7 +136,7 @@ class Turn:
         if self.takes_back and not all(layer.is_croppable for layer in cache.layers):
             raise UnsupportedGenerationError(
                 "assistant_model and prompt_lookup_num_tokens must be None with a model that has "
-                "recurrent layers, from whose state draft tokens cannot be taken back"
+                "recurrent layers, since draft tokens cannot be removed from their state"
             )
         prompt_end = self.given.context_len if self.in_parts else None
         return cache._reader.new_turn(
@@ -230,15 +230,16 @@ def check_generation(
     """
     if kwargs.get("custom_generate") is not None and not cache.is_attached:
         raise UnsupportedGenerationError(
-            "custom_generate may be anything, and must know what it does to a PolicyCache; attach "
-            "the cache yourself, and call generate inside of `with cache.attached(model):`"
+            "custom_generate must be None unless the cache is attached, since it may use a "
+            "PolicyCache in any way; attach the cache yourself, and call generate inside of "
+            "`with cache.attached(model):`"
         )
     config = effective_config(model, args, kwargs)
     mode = config.get_generation_mode(kwargs.get("assistant_model"))
     if mode not in MODES:
         raise UnsupportedGenerationError(
             f"generation mode must be one of {', '.join(each.value for each in MODES)} with a "
-            f"PolicyCache, got {mode.value}, which Transformers no longer has itself"
+            f"PolicyCache, got {mode.value}, which Transformers itself no longer has"
         )
     chunked = config.prefill_chunk_size is not None
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -246,16 +247,16 @@ def check_generation(
     if mode == GenerationMode.ASSISTED_GENERATION and cache.policy.decoding is not None:
         raise UnsupportedGenerationError(
             "assistant_model and prompt_lookup_num_tokens must be None with a policy that evicts "
-            f"while it decodes, got {cache.policy}: what went for draft tokens that are then "
-            "refused cannot come back"
+            f"while it decodes, got {cache.policy}: tokens that it evicts for rejected draft "
+            "tokens cannot come back"
         )
     if mode == GenerationMode.ASSISTED_GENERATION and (
         config.output_attentions or (config.output_hidden_states and drops)
     ):
         raise UnsupportedGenerationError(
-            "output_attentions, and output_hidden_states where tokens are dropped, must be False "
-            "in assisted generation with a PolicyCache: they would be cut by columns that are not "
-            "theirs"
+            "output_attentions must be False in assisted generation with a PolicyCache, and so "
+            "must output_hidden_states if tokens are dropped: they would be cut at the wrong "
+            "columns"
         )
     _check_cache_is_used(model, args, kwargs)
     held = kwargs.get("cache_implementation", config.cache_implementation)
@@ -263,8 +264,8 @@ def check_generation(
     if held not in (None, "hybrid", "paged"):
         raise UnsupportedGenerationError(
             "cache_implementation must be None with a PolicyCache, in the call and in the "
-            f"generation config, got {held!r}; to hold keys and values "
-            "elsewhere or in few bits, give the PolicyCache or apply_policy a storage"
+            f"generation config, got {held!r}; to hold keys and values on another device or "
+            "quantised, give the PolicyCache or apply_policy a storage"
         )
     if cache.max_new_tokens is not None and config.output_attentions:
         warnings.warn(
@@ -313,9 +314,9 @@ def _check_chunks(model: Any, given: Given, kwargs: dict[str, Any], size: int, s
     """
     if given.embeds is not None:
         raise UnsupportedGenerationError(
-            f"prefill_chunk_size must be None with inputs_embeds, got {size}: generate cuts "
-            "input_ids alone; call the model with chunks of them in a loop of your own inside "
-            "`with cache.attached(model):`, after cache.start_turn(prompt_len=...)"
+            f"prefill_chunk_size must be None with inputs_embeds, got {size}: generate cuts only "
+            "input_ids; call the model with chunks of them in a loop of your own inside `with "
+            "cache.attached(model):`, after cache.start_turn(prompt_len=...)"
         )
     if given.ids is None or given.context_len is None:
         return

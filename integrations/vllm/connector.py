@@ -1,4 +1,4 @@
-"""Define the KV connector by which vLLM serves compressed documents.
+"""Define the KV connector with which vLLM serves compressed documents.
 
 It is named in vLLM's own configuration, without a fork or a patch::
 
@@ -38,7 +38,7 @@ RESIDENT_GIB = 4.0
 
 @attrs.define
 class Loads(KVConnectorMetadata):  # type: ignore[misc]
-    """The loads of a step, from the scheduler to the workers."""
+    """The loads of one scheduler step, which the scheduler sends to the workers."""
 
     loads: list[Load]
 
@@ -97,14 +97,14 @@ class PolicyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its blocks may be freed at once."""
+        """Forget a finished request; its blocks may be freed at once."""
         self._scheduler.finish(request.request_id)
         return False, None
 
     # The worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Take note of the blocks of this worker's layers."""
+        """Record the block tensors of this worker's layers."""
         parallel = self._vllm_config.parallel_config
         layers = self._vllm_config.compilation_config.static_forward_context
         device = next(iter(kv_caches.values())).device
@@ -122,7 +122,7 @@ class PolicyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the loads of this step; nothing waits for them."""
+        """Start the loads of this step, without waiting for them."""
         meta = self._get_connector_metadata()
         assert isinstance(meta, Loads)
         if meta.loads:
@@ -130,14 +130,14 @@ class PolicyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._loader.start(meta.loads)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Report the loads that have ended."""
+        """Report the requests whose loads have finished."""
         if self._loader is None:
             return KVConnectorTransferResults()
         ended, failed = self._loader.poll()
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request runs only when its load has ended."""
+        """Do nothing: a request runs only after its load has finished."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
@@ -161,7 +161,7 @@ def served_model(vllm_config: Any) -> ServedModel:
 
 
 def _check_server(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Check that every request for a document can be served right, or fails."""
+    """Check that vLLM's configuration lets every request for a document be answered correctly."""
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     if policy != "fail":
         raise ValueError(
@@ -170,8 +170,8 @@ def _check_server(vllm_config: Any, kv_cache_config: Any) -> None:
         )
     if vllm_config.speculative_config is not None:
         raise ValueError(
-            "speculative_config must be None with PolicyConnector: drafts are made of prompt ids "
-            "or a draft model's own keys, and placeholders are neither"
+            "speculative_config must be None with PolicyConnector: drafts are made from prompt "
+            "ids or from a draft model's own keys, and a document has only placeholders"
         )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -184,8 +184,8 @@ def _check_server(vllm_config: Any, kv_cache_config: Any) -> None:
     own = str(vllm_config.model_config.dtype).removeprefix("torch.")
     if stored not in ("auto", own):
         raise ValueError(
-            f"kv_cache_dtype must be 'auto' with PolicyConnector, got {stored!r}: quantised blocks "
-            "were never tried"
+            f"kv_cache_dtype must be 'auto' with PolicyConnector, got {stored!r}: quantised "
+            "blocks are not supported"
         )
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if len(specs) != 1 or not _is_full(specs[0]):
@@ -207,7 +207,7 @@ def _index(layer_name: str) -> int:
 
 
 def _writer(layer: Any) -> Writer:
-    """Return what writes into a layer's blocks: the backend's own code, whatever their layout."""
+    """Return the attention backend's function that writes keys and values into blocks."""
 
     def write(keys: Tensor, values: Tensor, slots: Tensor) -> None:
         layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)

@@ -32,7 +32,7 @@ KINDS = ("keys", "values")
 
 @attrs.frozen(kw_only=True)
 class DocumentFacts:
-    """A record of what a document's file says beside keys and values.
+    """The facts in a document's file besides keys and values, such as its policy and model.
 
     Args:
         length: Number of entries held in every head of every layer.
@@ -65,7 +65,7 @@ class DocumentFacts:
 
 @attrs.frozen(eq=False)
 class ServedDocument:
-    """A compressed document in a file, as it is served from vLLM.
+    """A compressed document in a file, from which vLLM answers questions.
 
     A request for it begins with the document's placeholders. vLLM loads the document's entries in
     their place, and computes only what follows them.
@@ -100,7 +100,7 @@ class ServedDocument:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> ServedDocument:
-        """Load a document's facts from its file; keys and values are read when they are needed.
+        """Load a document's facts from its file; keys and values are read later, when needed.
 
         Args:
             path: The file that `export` wrote; its name without ``.safetensors`` is the document's.
@@ -118,17 +118,17 @@ class ServedDocument:
 
     @property
     def length(self) -> int:
-        """The number of entries that every head of every layer holds."""
+        """The number of entries (keys with values) that every head of every layer holds."""
         return self.facts.length
 
     @property
     def read_len(self) -> int:
-        """The number of tokens that were read."""
+        """The number of tokens of the original document."""
         return self.facts.read_len
 
     @property
     def cache_salt(self) -> str:
-        """The salt under which vLLM's prefix cache knows the document's blocks.
+        """The salt that identifies the document's blocks in vLLM's prefix cache.
 
         Only who can read the file knows it. A request without it is refused.
         """
@@ -136,7 +136,7 @@ class ServedDocument:
 
     @property
     def token_bytes(self) -> int:
-        """The bytes that one token takes in all layers."""
+        """The bytes that one entry takes in all layers together."""
         facts = self.facts
         size = getattr(torch, facts.dtype).itemsize
         return int(facts.layers * facts.kv_heads * (facts.head_dim + facts.value_dim) * size)
@@ -163,7 +163,7 @@ class ServedDocument:
         return {"prompt_token_ids": ids, "cache_salt": self.cache_salt}
 
     def request(self, question_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the fields of an OpenAI completion that ask a question about the document.
+        """Return the fields of an OpenAI completion that asks about the document.
 
         Args:
             question_ids: See `prompt`.
@@ -174,7 +174,7 @@ class ServedDocument:
     def chat_request(
         self, messages: Sequence[Mapping[str, Any]], question_ids: Sequence[int]
     ) -> dict[str, Any]:
-        """Return the fields of an OpenAI chat completion that ask about the document.
+        """Return the fields of an OpenAI chat completion that asks about the document.
 
         Args:
             messages: The messages, for the server's parsers; they are not tokenised there.
@@ -238,7 +238,7 @@ class ServedDocument:
     def entries(
         self, layers: Sequence[int], heads: slice = slice(None), *, pinned: bool = False
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Read keys and values of some layers and heads, as vLLM's attention is given them.
+        """Read the keys and values of some layers and heads, in the form that attention gets them.
 
         Args:
             layers: Indices of layers.
@@ -283,7 +283,7 @@ def _by_token(tensor: Tensor, pinned: bool) -> Tensor:
 
 
 def placeholder_ids(digest: str, length: int, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that stand for a document, a SHA-256 stream of its digest.
+    """Return the token ids that stand for a document in a prompt, derived from its SHA-256 digest.
 
     They come from the second quarter of the vocabulary. Special tokens, which parsers look for in
     prompts, are at its ends.
@@ -323,7 +323,7 @@ def write_document(
     model: ModelFingerprint,
     entries: Sequence[tuple[Tensor, Tensor]],
 ) -> ServedDocument:
-    """Write a document to a file, whole or not at all.
+    """Write a document's file completely or not at all.
 
     Args:
         path: The file; its name must end in ``.safetensors``.

@@ -1,4 +1,4 @@
-"""Define routes of vLLM's OpenAI server for questions in words about documents.
+"""Define routes of vLLM's OpenAI server that answer questions in text about documents.
 
 It is vLLM's endpoint plugin ``kvpolicy``: ``VLLM_PLUGINS=kvpolicy`` turns it on. Then
 
@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 class RequestError(ValueError):
-    """Raised for an HTTP request that is refused; says why, and with which status."""
+    """Raised for a refused HTTP request; has the reason and the HTTP status."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class RequestError(ValueError):
 
 @attrs.define(eq=False)
 class DocumentDesk:
-    """What makes vLLM's own requests of questions about documents.
+    """Turns questions about documents into vLLM's own requests.
 
     Args:
         folder: The documents.
@@ -79,7 +79,7 @@ class DocumentDesk:
     defaults: Mapping[str, Any] = attrs.field(factory=dict)
 
     def listed(self) -> dict[str, Any]:
-        """Describe all documents that can be read; salts are not told."""
+        """Describe all readable documents, without their salts."""
         found = [
             {
                 "id": each.name,
@@ -95,7 +95,7 @@ class DocumentDesk:
         return {"object": "list", "data": found}
 
     def completed(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the body of vLLM's completion for a question about a document.
+        """Return the body of vLLM's completion request for a question about a document.
 
         Args:
             name: The document.
@@ -120,7 +120,7 @@ class DocumentDesk:
         return self._completed(document, rest, lambda: document.request(ids))
 
     def chatted(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the body of vLLM's chat completion for a chat about a document.
+        """Return the body of vLLM's chat completion request for a chat about a document.
 
         Args:
             name: The document.
@@ -150,7 +150,7 @@ class DocumentDesk:
         return self._completed(document, rest, lambda: document.chat_request(messages, ids))
 
     def _tail(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Return the ids of what the chat template puts after the document."""
+        """Return the token ids that the chat template puts after the document."""
         mark = f"document{secrets.token_hex(8)}"
         first = {**messages[0], "content": mark + messages[0]["content"]}
         given = {} if self.chat_template is None else {"chat_template": self.chat_template}
@@ -158,7 +158,7 @@ class DocumentDesk:
             text = self.tokenizer.apply_chat_template(
                 [first, *messages[1:]], tokenize=False, add_generation_prompt=True, **given
             )
-        except Exception as error:  # a template raises what it wants
+        except Exception as error:  # a template may raise any error
             raise RequestError(f"the chat template refuses the messages: {error}") from None
         _, found, after = text.partition(mark)
         if not found or mark in after:
@@ -194,7 +194,7 @@ class DocumentDesk:
             raise RequestError(str(error)) from None
 
     def check(self, body: Mapping[str, Any]) -> None:
-        """Check a request to one of vLLM's own routes, if it has to do with documents.
+        """Check a request to one of vLLM's own routes, if it concerns documents.
 
         Raises:
             RequestError: It cannot be served.
@@ -243,7 +243,7 @@ class DocumentRequests:
     plugin: DocumentEndpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request."""
+        """Handle one ASGI request: rewrite it, refuse it, or pass it on."""
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         route = ROUTE.fullmatch(path)
         desk = self.plugin.desk
@@ -295,7 +295,7 @@ async def _body(receive: Receive) -> bytes | None:
 
 
 def _again(whole: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives a body once, then what comes after it."""
+    """Return an ASGI ``receive`` function that gives a stored body once, then later events."""
     given = False
 
     async def received() -> Message:
@@ -319,7 +319,7 @@ def _parsed(whole: bytes) -> dict[str, Any]:
 
 
 def _maybe_parsed(whole: bytes) -> dict[str, Any]:
-    """Parse a body for vLLM's own route; what is wrong with it is for vLLM to say."""
+    """Parse a request body for vLLM's own route; empty if invalid, which vLLM itself reports."""
     try:
         return _parsed(whole)
     except RequestError:
@@ -350,7 +350,7 @@ class DocumentEndpoint:
         app.add_middleware(DocumentRequests, plugin=self)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Get folder, model and tokenizer from the engine's configuration.
+        """Get the folder, model and tokenizer from the engine's configuration.
 
         Raises:
             ValueError: The engine does not serve documents.
@@ -362,7 +362,8 @@ class DocumentEndpoint:
         if transfer is None or transfer.kv_connector != "PolicyConnector":
             raise ValueError(
                 "the plugin kvpolicy needs --kv-transfer-config with PolicyConnector, got "
-                f"{transfer and transfer.kv_connector}; take it out of VLLM_PLUGINS"
+                f"{transfer and transfer.kv_connector}; add it, or remove the plugin from "
+                "VLLM_PLUGINS"
             )
         model = config.model_config
         template = args.chat_template

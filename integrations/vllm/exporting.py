@@ -1,4 +1,4 @@
-"""Export what a `PolicyCache` holds of one row, so that vLLM can serve it.
+"""Export one row of a `PolicyCache` to a file that vLLM can serve.
 
 vLLM counts a request's position, its slot and its length with one number. So after a document of
 ``m`` entries the next token is at the rotary position ``m``, while in the cache it is at ``r``, the
@@ -54,7 +54,7 @@ def export(
     row: int | None = None,
     chat: bool = False,
 ) -> ServedDocument:
-    """Write what a cache holds to a file from which vLLM serves it.
+    """Write one row of a cache to a file from which vLLM serves it.
 
     The cache may have been filled in one turn or several, with or without gaps between the
     positions of kept tokens. It is not changed.
@@ -156,7 +156,7 @@ def check_target(path: str | os.PathLike[str]) -> Path:
 
 
 def _check_model(parts: ModelParts) -> None:
-    """Check that vLLM can hold what the model's layers hold, one entry per token and head."""
+    """Check that vLLM can store what the model's layers hold: one entry per token and head."""
     for index, kind in enumerate(parts.kinds):
         if not isinstance(kind, FullAttention):
             raise _unsupported(parts, f"its layer {index} is of the kind {kind.name}")
@@ -172,8 +172,8 @@ def _check_model(parts: ModelParts) -> None:
 
 def _unsupported(parts: ModelParts, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        "model must have full attention with a fixed rotary embedding in every layer for its "
-        f"documents to be served from vLLM, but not so {type(parts.model).__name__}: {reason}; "
+        "model must have full attention with a fixed rotary embedding in every layer, so that "
+        f"vLLM can serve its documents, but {type(parts.model).__name__} does not: {reason}; "
         "shorten its prompts with kvpolicy compress instead"
     )
 
@@ -200,7 +200,7 @@ def _row(cache: PolicyCache, row: int | None) -> int:
 
 
 def _turns(model: Any, parts: ModelParts) -> list[RotaryChannels]:
-    """Find how each layer rotates its keys, by reading a few tokens with it."""
+    """Find how each layer rotates its keys, by running it on a few tokens."""
     probe = PolicyCache(StreamingLLM(retention_tokens=PROBED // 2, gapless=True))
     device = parts.device_of(0)
     ids = torch.arange(PROBED, device=device)[None] % parts.config.vocab_size
@@ -217,7 +217,7 @@ def _entries(layer: PolicyLayer, row: int) -> tuple[list[Tensor], list[Tensor]]:
     """Return the keys and the values of each head of a row, without padding."""
     if layer.facts.spread.shares > 1:
         raise UnsupportedModelError(
-            "model must not be spread over processes to export its caches, got one on "
+            "model must run in one process to export its caches, got one that is spread over "
             f"{layer.facts.spread.shares}; read the document with the model in one process"
         )
     keys, values, positions = layer.keys, layer.values, layer.positions
@@ -233,14 +233,14 @@ def _entries(layer: PolicyLayer, row: int) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _length(cache: PolicyCache, held: list[tuple[list[Tensor], list[Tensor]]]) -> int:
-    """Return the number of entries of all heads of all layers, if it is one number."""
+    """Return the number of entries that all heads of all layers hold; they must be equal."""
     counts = {len(head) for keys, _ in held for head in keys}
     if len(counts) > 1:
         raise ValueError(
-            "cache must hold as many tokens in every head of every layer, since vLLM has one "
-            f"length for a request, got {min(counts)} to {max(counts)} under {cache.policy}; "
-            "policies that fit: SnapKV, FastKV with retention_rate <= tsp_rate, KeyDiff, KeyNorm, "
-            "StreamingLLM, TOVA, H2O"
+            "cache must hold equally many tokens in every head of every layer, since vLLM has "
+            f"one length for a request, got {min(counts)} to {max(counts)} under {cache.policy}; "
+            "policies that fit: SnapKV, FastKV with retention_rate <= tsp_rate, KeyDiff, "
+            "KeyNorm, StreamingLLM, TOVA, H2O"
         )
     (length,) = counts
     return length
@@ -254,7 +254,7 @@ def _dtype(keys: Tensor) -> str:
 
 
 def _turned(keys: Tensor, by: int, turns: RotaryChannels) -> Tensor:
-    """Rotate all keys ``[length, head_dim]`` of a head by as many positions."""
+    """Rotate all keys ``[length, head_dim]`` of a head by the same number of positions."""
     if not by or not turns.channels.shape[1]:
         return keys
     # In float64: an angle of 100,000 positions has an error of 0.01 in float32.

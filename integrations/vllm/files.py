@@ -1,4 +1,4 @@
-"""Read parts of a safetensors file without mapping it.
+"""Read parts of a safetensors file without memory-mapping it.
 
 A mapped file that someone cuts short kills the process that reads it. A plain read only comes back
 short, which is an error that names the file. So a server reads documents with plain reads.
@@ -31,12 +31,12 @@ LARGEST_HEADER = 100_000_000  # as in safetensors
 
 
 class DocumentError(KVPolicyError):
-    """Raised if a served document cannot be found, read or used; the message says why."""
+    """Raised if a served document cannot be found, read or used; gives the reason."""
 
 
 @attrs.frozen
 class _Entry:
-    """Where a tensor is in a file: dtype, shape, and first byte."""
+    """The place of a tensor in a file: dtype, shape and first byte."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

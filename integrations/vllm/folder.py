@@ -40,7 +40,7 @@ class DocumentFolder:
             raise ValueError(f"documents must be a folder that exists, got {str(self.path)!r}")
 
     def get(self, name: object) -> ServedDocument:
-        """Return a document as its file is now.
+        """Return a document, read again if its file has changed.
 
         Args:
             name: The file's name without ``.safetensors``.

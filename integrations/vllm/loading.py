@@ -1,4 +1,4 @@
-"""Load documents into vLLM's blocks in a worker, beside the steps of the model.
+"""Load documents into vLLM's blocks in a worker, while the model runs.
 
 A thread reads and checks a document's file. Then the entries are copied into a request's blocks,
 on a GPU from pinned memory and on a stream of its own. A step of the model waits for neither.
@@ -29,7 +29,7 @@ Writer = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def slots_of(load: Load, block_size: int) -> Tensor:
-    """Return the slots ``[stop - start]`` int64 of a load's entries.
+    """Return the block slots ``[stop - start]`` int64 for the entries of a load.
 
     Args:
         load: The load.
@@ -41,7 +41,7 @@ def slots_of(load: Load, block_size: int) -> Tensor:
 
 
 def own_heads(rank: int, size: int, heads: int) -> slice:
-    """Return the KV heads of a worker under tensor parallelism.
+    """Return the KV heads that a worker holds under tensor parallelism.
 
     Args:
         rank: The worker.
@@ -66,7 +66,7 @@ class _Copy:
 
 @attrs.define(eq=False)
 class DocumentLoader:
-    """The worker's side of the connector.
+    """Loads documents in a vLLM worker, in the background.
 
     Args:
         folder: The documents.
@@ -101,7 +101,7 @@ class DocumentLoader:
         return self.device.type != "cpu"
 
     def start(self, loads: Iterable[Load]) -> None:
-        """Begin the loads of a step."""
+        """Start the loads of a step."""
         for load in loads:
             if load.name is None:
                 self._failed.add(load.request_id)
@@ -112,7 +112,7 @@ class DocumentLoader:
             self._waiting.append((load, self._resident[load.digest]))
 
     def poll(self) -> tuple[set[str], set[str]]:
-        """Go on with what was begun, without waiting for anything.
+        """Continue the loads that were started, without waiting for anything.
 
         Returns:
             The requests whose loads have ended, and those of them whose loads have failed.
@@ -137,7 +137,7 @@ class DocumentLoader:
         return {each.request_id for each in ended} | failed, failed
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop all loads."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, load: Load) -> Entries:
@@ -164,7 +164,7 @@ class DocumentLoader:
 
     @contextlib.contextmanager
     def _beside(self) -> Any:
-        """Work on the loader's own stream, after what the device has been given so far.
+        """Run a block on the loader's own stream, after the work already queued on the device.
 
         The blocks may have belonged to a request whose last step still runs.
         """
@@ -176,7 +176,7 @@ class DocumentLoader:
             yield
 
     def _trim(self) -> None:
-        """Drop the documents that were not used for longest, until the rest fits the bound."""
+        """Drop the least recently used documents until the rest fits the memory bound."""
         done = {
             digest: sum(each.nbytes for pair in reading.result().values() for each in pair)
             for digest, reading in self._resident.items()

@@ -30,7 +30,7 @@ COMPARED = ("k_proj.weight", "qkv_proj.weight", "query_key_value.weight")
 
 
 def misfit(model: ModelFingerprint, hf_config: Any, checkpoint: Path | None = None) -> str | None:
-    """Return why a document does not fit a served model; None if it fits.
+    """Return why a document does not fit a served model; None if it does.
 
     Args:
         model: The fingerprint of the model that read the document.
@@ -50,7 +50,7 @@ def misfit(model: ModelFingerprint, hf_config: Any, checkpoint: Path | None = No
 
 
 def _other_weights(model: ModelFingerprint, checkpoint: Path) -> str | None:
-    """Describe the first of some parameters whose values differ from those in a folder."""
+    """Describe the first parameter whose values differ from those in a folder; None if none do."""
     names = [name for name in model.parameters if name.endswith(COMPARED)]
     known = {name: model.parameters[name] for name in (*names[:1], *names[-1:])}
     found = {}

@@ -1,4 +1,4 @@
-"""Say why a request cannot be answered from a document.
+"""Decide why a request cannot be answered from a document.
 
 Blocks are known to vLLM's prefix cache by ids and salt alone. If placeholders were ever computed as
 a text under the document's salt, every later request for the document would get these blocks,
@@ -17,12 +17,12 @@ from kvpolicy.integrations.vllm.served_model import ServedModel
 
 
 def named_document(parameters: object) -> Any:
-    """Return what a request's ``kv_transfer_params`` name as its document; None if nothing."""
+    """Return the document's name in a request's ``kv_transfer_params``; None if there is none."""
     return parameters.get(PARAMETER) if isinstance(parameters, Mapping) else None
 
 
 def concerns_documents(request: Any, folder: DocumentFolder) -> bool:
-    """True if a request of vLLM has to do with documents.
+    """True if a vLLM request names a document, or uses its placeholders or salt.
 
     It names one, has the salt of one, or begins with the placeholders of one.
 
@@ -38,7 +38,7 @@ def concerns_documents(request: Any, folder: DocumentFolder) -> bool:
 
 
 def unnamed(begun: str | None) -> str:
-    """Return why a request is refused that has something of a document but does not name it.
+    """Return why a request is refused that uses a document's placeholders or salt without its name.
 
     Args:
         begun: The document whose placeholders it begins with; None if it has only a salt.
@@ -51,7 +51,7 @@ def unnamed(begun: str | None) -> str:
 
 
 def document_of(request: Any, folder: DocumentFolder, model: ServedModel) -> ServedDocument:
-    """Return the document from which a request that concerns documents is served.
+    """Return the document that a request is answered from; refuse a request that does not fit.
 
     Args:
         request: vLLM's request.
@@ -77,7 +77,7 @@ def document_of(request: Any, folder: DocumentFolder, model: ServedModel) -> Ser
 
 
 def check_prompt(document: ServedDocument, ids: Sequence[int], salt: object) -> None:
-    """Check that a prompt begins with a document, under its salt, and asks something.
+    """Check that a prompt begins with a document's placeholders, has its salt, and asks something.
 
     Args:
         document: The document that the request names.
@@ -104,7 +104,7 @@ def check_prompt(document: ServedDocument, ids: Sequence[int], salt: object) -> 
 
 
 def _unserved(request: Any) -> dict[str, bool]:
-    """Return what a request must not have, and whether it has it."""
+    """Return, for each feature that a document request must not use, whether it uses it."""
     sampling = request.sampling_params
     if sampling is None:
         return {"pooling_params: documents are for generation": True}

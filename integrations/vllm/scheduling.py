@@ -1,4 +1,4 @@
-"""Decide in vLLM's scheduler which entries of a document a request is given.
+"""Decide in vLLM's scheduler which entries of a document are loaded for a request.
 
 It knows vLLM's requests only by the attributes it reads, so that it is tested without vLLM.
 """
@@ -43,7 +43,7 @@ class Load:
 
 @attrs.define(eq=False)
 class DocumentScheduler:
-    """The scheduler's side of the connector.
+    """Plans, in vLLM's scheduler, which documents are loaded for which requests.
 
     A request that cannot be served is given one token to load, whose load then fails: this is how
     vLLM lets a connector end a request.
@@ -57,14 +57,14 @@ class DocumentScheduler:
     folder: DocumentFolder
     model: ServedModel
     shares_blocks: bool = True
-    # What each request that waits for blocks is served from, or why it is refused.
+    # For each request that waits for blocks: its document, or why it is refused.
     _served: dict[str, ServedDocument | str] = attrs.field(factory=dict, init=False)
     _loads: list[Load] = attrs.field(factory=list, init=False)
     # The request that loads a document from its beginning, by the document's digest.
     _loading: dict[str, str] = attrs.field(factory=dict, init=False)
 
     def add(self, request: Any) -> None:
-        """Look at a request that has arrived.
+        """Check a new request, and remember its document.
 
         vLLM asks no connector where a request does not read the prefix cache, as with
         prompt_logprobs. It would compute the placeholders.
@@ -73,7 +73,7 @@ class DocumentScheduler:
             request.skip_reading_prefix_cache = False
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens after the computed ones are loaded, and that this takes a while.
+        """Return how many tokens after the computed ones are loaded, and if asynchronously.
 
         Args:
             request: The request.
@@ -97,7 +97,7 @@ class DocumentScheduler:
         return missing, missing > 0
 
     def allocate(self, request: Any, block_ids: Sequence[int], count: int) -> None:
-        """Plan the load of a request that has got its blocks.
+        """Plan the load for a request that has been given blocks.
 
         Args:
             request: The request.

@@ -1,4 +1,4 @@
-"""Define what must be known of a served model to tell which documents fit it."""
+"""Describe the served model, to decide which documents fit it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpolicy.integrations.vllm.files import DocumentError
 
 @attrs.define(eq=False)
 class ServedModel:
-    """A served model: its configuration, precision and weights; remembers what fitted.
+    """A served model's configuration, precision and weights; remembers which documents fit.
 
     Args:
         hf_config: Its configuration, of Transformers.
@@ -28,7 +28,7 @@ class ServedModel:
 
     @staticmethod
     def named(name: str, hf_config: Any, dtype: str) -> ServedModel:
-        """Describe a model by its folder or by its name on the Hub, if it was downloaded.
+        """Describe a model from its folder, or from its Hub name if it was downloaded.
 
         Args:
             name: The folder or name.
@@ -55,7 +55,7 @@ class ServedModel:
 
 
 def checkpoint_of(name: str) -> Path | None:
-    """Return the folder of a model's weights on this machine; None if there is none.
+    """Return the local folder of a model's weights; None if there is none.
 
     Args:
         name: A folder, or a name on the Hub, which is not asked.

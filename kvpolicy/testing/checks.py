@@ -83,7 +83,8 @@ def check_scorer(component: Scorer, *, shrink: bool = False) -> None:
             scale = max(float(here.abs().max()), 1.0)
             require(
                 difference <= TOLERANCE * scale,
-                f"a padded row must score as it does alone, row {row} differs by {difference}",
+                f"a padded row must get the same saliency as without padding, row {row} differs "
+                f"by {difference}",
             )
         check_scores_in_shares(component, context, saliency, TOLERANCE)
         _check_update(component, context, saliency)
@@ -165,8 +166,8 @@ def check_selector(
             here = kept[row, :, kept.shape[2] - own.shape[1] :]
             require(
                 torch.equal(here, own) and bool((kept[row, :, : -own.shape[1]] == -1).all()),
-                f"a padded row must keep what it keeps alone, row {row} keeps {here.tolist()} "
-                f"instead of {own.tolist()}",
+                f"a padded row must keep the same tokens as without padding, row {row} keeps "
+                f"{here.tolist()} instead of {own.tolist()}",
             )
         check_kept_in_shares(component, context, saliency, kept)
         check_kept_counts(component, context, saliency, kept)
@@ -190,8 +191,8 @@ def _check_equal_counts(context: LayerContext, protected: Tensor, kept: Tensor) 
     counts = (kept >= 0).sum(dim=-1)
     require(
         bool(((counts == counts[:, :1]) | ~alike).all()),
-        "a selector that declares equal_counts must keep as many tokens in all heads of a row, "
-        f"got {counts.tolist()}",
+        "a selector that declares equal_counts must keep equally many tokens in all heads of a "
+        f"row, got {counts.tolist()}",
     )
 
 
@@ -204,7 +205,7 @@ def _check_bounded(component: KVSelector, context: LayerContext, saliency: Tenso
         for more in (10**6, 2 * 10**6)
     )
     same = torch.equal(once, twice)
-    require(same, "a selector that is_bounded must keep as many of a longer context")
+    require(same, "a selector that is_bounded must keep equally many tokens of a longer context")
 
 
 def check_propagation(component: PropagationPolicy, *, shrink: bool = False) -> None:
@@ -266,7 +267,7 @@ def check_propagation(component: PropagationPolicy, *, shrink: bool = False) -> 
             )
             require(
                 int(passed[row, -1]) == context.new_len - 1,
-                f"the last token must go on, {context.new_len - 1}, got {passed[row].tolist()}",
+                f"the last token, {context.new_len - 1}, must go on, got {passed[row].tolist()}",
             )
             _check_passed_alone(component, context, saliency, passed, row)
 
@@ -285,8 +286,9 @@ def _check_counts(
     ]
     require(
         counts[0] == counts[1],
-        "how many tokens go on must depend on lengths and kinds alone, unless decides_by_content "
-        f"is True, but {counts[0]} go on of some and {counts[1]} of others",
+        "the number of tokens that go on must depend only on lengths and kinds, unless "
+        f"decides_by_content is True, but {counts[0]} go on by one saliency and {counts[1]} by "
+        "another",
     )
 
 
@@ -317,8 +319,8 @@ def _check_passed_alone(
     here = passed[row][passed[row] >= 0]
     require(
         torch.equal(here, expected + first),
-        f"a padded row must pass on what it passes on alone, row {row} passes {here.tolist()} "
-        f"instead of {(expected + first).tolist()}",
+        f"a padded row must pass on the same tokens as without padding, row {row} passes on "
+        f"{here.tolist()} instead of {(expected + first).tolist()}",
     )
 
 
@@ -330,4 +332,6 @@ def _require_all_fit(component: PropagationPolicy, context: LayerContext) -> Non
     fixed = component.protected(context).sum(dim=1).tolist()
     for new, protected, seen in zip(new_lens, fixed, context.seen_len, strict=True):
         passed = component.budget.count(seen_len=seen, available=new, protected=protected)
-        require(passed == new, f"only {passed} of {new} tokens may go on, but None was returned")
+        require(
+            passed == new, f"only {passed} of {new} tokens may go on, but propagate returned None"
+        )

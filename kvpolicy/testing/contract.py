@@ -65,12 +65,12 @@ def check_choice(
     chosen = [index for index in all_indices if index != -1]
     require(
         all_indices[len(all_indices) - len(chosen) :] == chosen,
-        f"-1 must stand on the left of the indices only, got {all_indices}",
+        f"-1 may come only before all other indices, got {all_indices}",
     )
     require(chosen == sorted(set(chosen)), f"indices must be ascending and unique, got {chosen}")
     require(
         all(0 <= index < len(valid) and bool(valid[index]) for index in chosen),
-        f"indices must be those of tokens in [0, {len(valid)}), no padding, got {chosen}",
+        f"indices must be in [0, {len(valid)}) and not those of padding, got {chosen}",
     )
     fixed = protected.nonzero().flatten().tolist()
     require(set(fixed) <= set(chosen), f"protected tokens {fixed} must be among {chosen}")
@@ -79,7 +79,8 @@ def check_choice(
         expected = budget.count(seen_len=seen_len, available=available, protected=len(fixed))
         require(
             len(chosen) == expected or (len(chosen) > expected and not exact),
-            f"{'exactly' if exact else 'at least'} {expected} tokens must stay, got {len(chosen)}",
+            f"{'exactly' if exact else 'at least'} {expected} tokens must be kept, got "
+            f"{len(chosen)}",
         )
     if saliency is not None:
         kept = [float(saliency[index]) for index in chosen if index not in fixed]

@@ -1,4 +1,4 @@
-"""Checks the numbers of tokens that a selector predicts from lengths alone.
+"""Checks how many tokens a selector says it keeps, from lengths alone.
 
 Part of `kvpolicy.testing`.
 """
@@ -30,7 +30,7 @@ def check_kept_counts(
         AssertionError: It keeps another number of tokens.
     """
     held = context.valid.sum(dim=-1)
-    if not bool((held == held[:, :1]).all()):  # nothing is known of heads that hold unlike numbers
+    if not bool((held == held[:, :1]).all()):  # unknown if heads hold different numbers
         return
     told = attrs.evolve(context, held_len=tuple(held[:, 0].tolist()))
     require(
@@ -46,6 +46,6 @@ def check_kept_counts(
     assert isinstance(counts, tuple)
     require(
         found == [[count] * context.kv_heads for count in counts],
-        "kept_counts must be how many tokens select keeps of each row in every head, got "
-        f"{counts} and {found}",
+        "kept_counts must return how many tokens select keeps of each row in every head, got "
+        f"{counts}, but select keeps {found}",
     )

@@ -72,8 +72,8 @@ def check_propagation_declares(propagation: PropagationPolicy) -> None:
     _check_shared(propagation)
     require(
         propagation.budget is None or not propagation.decides_by_content,
-        "budget must be None where decides_by_content is True, since how many go on is not known, "
-        f"got {propagation.budget!r}",
+        "budget must be None if decides_by_content is True, since the number of tokens that go "
+        f"on is not known beforehand, got {propagation.budget!r}",
     )
 
 
@@ -106,7 +106,7 @@ def check_placed(propagation: PropagationPolicy, num_layers: int) -> None:
         )
         require(
             placed == propagation or len(eligible) < num_layers,
-            f"placed must change nothing where every layer is eligible, got {placed!r}",
+            f"placed must change nothing if every layer is eligible, got {placed!r}",
         )
 
 

@@ -1,4 +1,4 @@
-"""Where the examples of a check come from: a fixed set, then hypothesis if it is installed.
+"""Draws the examples of a check: a fixed set first, then hypothesis's if it is installed.
 
 Part of `kvpolicy.testing`.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Choice = TypeVar("Choice")
 Drawn = TypeVar("Drawn")
 
-# Examples of the fixed set: before those of hypothesis, and where there is no hypothesis.
+# Number of fixed examples, which run before those of hypothesis, or without hypothesis.
 FIRST = 5
 ALONE = 40
 # The longest ranges that examples of the fixed set draw from, in turn: a fault in a layer of few
@@ -29,7 +29,7 @@ MISSING = "{what} needs hypothesis, which draws the layers: pip install 'kvpolic
 
 
 class Draws(Protocol):
-    """Draws the values that an example is made of."""
+    """Base of what draws the values of an example."""
 
     def integer(self, low: int, high: int) -> int:
         """Draw an integer from ``low`` to ``high``, both included."""
@@ -103,7 +103,7 @@ def has_hypothesis() -> bool:
 
 
 def strategy_of(make: Callable[[Draws], Drawn], what: str) -> st.SearchStrategy[Drawn]:
-    """Return the hypothesis strategy of what a function makes of draws.
+    """Return a hypothesis strategy for the results of a function that takes draws.
 
     Args:
         make: The function.
@@ -163,7 +163,7 @@ def _run_hypothesis(
     shrink: bool,
     before: int,
 ) -> None:
-    """Run a property test on as many examples as hypothesis's profile says, less those before."""
+    """Run a property test on the remaining examples of hypothesis's profile."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import strategies as st
 
@@ -186,7 +186,7 @@ def _run_hypothesis(
 
 
 def _shape(context: LayerContext) -> str:
-    """Say in a line what layer an example has."""
+    """Describe the layer of an example in one line."""
     held = context.valid.sum(dim=-1).tolist()
     new = context.new_valid.sum(dim=-1).tolist()
     return (

@@ -29,13 +29,13 @@ def check_scored(component: Scorer, context: LayerContext, saliency: Tensor) -> 
         expected = causal_attention_sums(context._showing(1))
         require(
             component.num_queries == 1 and _near(saliency, expected, context),
-            "a scorer that declares scores_last_attention must look at one query, and score what "
-            "that attends to",
+            "a scorer that declares scores_last_attention must read one query, and return its "
+            "attention weights",
         )
     if declares(component, "accumulates"):
         require(
             component.num_queries is None and component.state_size > 0,
-            "a scorer that declares accumulates must look at all queries (num_queries of None) and "
+            "a scorer that declares accumulates must read all queries (num_queries of None) and "
             f"keep a state, got num_queries={component.num_queries} and "
             f"state_size={component.state_size}",
         )
@@ -43,8 +43,8 @@ def check_scored(component: Scorer, context: LayerContext, saliency: Tensor) -> 
             found, _ = component.update(_second_part(component, context))
             require(
                 _near(found, saliency, context),
-                "a scorer that declares accumulates must come to the same in two parts as of all "
-                "queries at once",
+                "a scorer that declares accumulates must give the same saliency for queries in "
+                "two parts as for all queries at once",
             )
 
 

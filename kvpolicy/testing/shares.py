@@ -1,4 +1,4 @@
-"""Checks a part whose layer's heads are split over several processes.
+"""Checks a part on a layer whose heads are split over several processes.
 
 Part of `kvpolicy.testing`. Every KV head gets a thread, with the slots that a process of its own
 would hold.
@@ -90,7 +90,7 @@ def _run(shares: list[LayerContext], function: Callable[[LayerContext], Result])
         futures = [pool.submit(run, share) for share in shares]
     errors = [error for each in futures if (error := each.exception()) is not None]
     for error in sorted(errors, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
-        raise error  # the one that broke the barrier, not those that found it broken
+        raise error  # the error that broke the barrier, not the errors that followed
     return [each.result() for each in futures]
 
 
@@ -124,8 +124,8 @@ def check_scores_in_shares(
         difference = float((found - whole)[tokens].abs().max())
         require(
             difference <= tolerance * max(float(whole[tokens].abs().max()), 1.0),
-            "a KV head in a process of its own must score as in the whole layer, head "
-            f"{share.layer.heads.share} differs by {difference}; see context.layer.heads",
+            "a KV head in a process of its own must get the same saliency as in the whole layer, "
+            f"head {share.layer.heads.share} differs by {difference}; see context.layer.heads",
         )
 
 
@@ -149,8 +149,8 @@ def check_kept_in_shares(
             whole = [slot for slot in kept[row, index].tolist() if slot >= 0]
             require(
                 here == whole,
-                f"a KV head in a process of its own must keep what it keeps in the whole layer, "
-                f"head {index} keeps {here} instead of {whole}; see context.layer.heads",
+                "a KV head in a process of its own must keep the same tokens as in the whole "
+                f"layer, head {index} keeps {here} instead of {whole}; see context.layer.heads",
             )
 
 

@@ -45,7 +45,7 @@ def draw_context(
 ) -> LayerContext:
     """Draw a random `LayerContext`.
 
-    In a later turn the KV heads of a row may hold unlike numbers of tokens. Some layers say of
+    In a later turn the KV heads of a row may hold different numbers of tokens. Some layers say of
     which kind their tokens are. Every axis has a prime length of its own where it can, so that
     swapped axes do not pass.
 
@@ -98,7 +98,7 @@ def draw_context(
         attention=AttentionSettings(head_dim**-0.5),
         kinds=_draw_kinds(draws, positions),
         layer=LayerInputs(
-            # In steps of which sums are the same in any order.
+            # In steps whose sums are the same in any order.
             history=tuple(
                 torch.randint(1 << 12, (batch, heads, new_len), generator=generator) / (1 << 12)
                 for _ in range(before)

@@ -30,7 +30,7 @@ def check_alone(component: KVSelector, context: LayerContext, saliency: Tensor) 
         component.select_together([saliency], [context])
     except TypeError:
         return
-    raise AssertionError("select_together must raise TypeError where decides_together is False")
+    raise AssertionError("select_together must raise TypeError if decides_together is False")
 
 
 def _draw_layers(draws: Draws, context: LayerContext) -> list[tuple[Tensor, LayerContext]]:
@@ -89,7 +89,7 @@ def check_together(
     one = component.select(scores[0], contexts[0])
     require(
         torch.equal(one, component.select_together(scores[:1], contexts[:1])[0]),
-        "select must choose what select_together does of one layer",
+        "select must keep the same tokens as select_together of that layer alone",
     )
     for layer, indices in zip(contexts, kept, strict=True):
         name = "kept [batch, kv_heads, kept_len]"
@@ -101,8 +101,8 @@ def check_together(
         whole = [_tokens(each, head=index) for each in kept]
         require(
             found == whole,
-            f"a KV head in a process of its own must keep what it keeps in the whole model, head "
-            f"{index} keeps {found} instead of {whole}; see context.layer.heads",
+            "a KV head in a process of its own must keep the same tokens as in the whole model, "
+            f"head {index} keeps {found} instead of {whole}; see context.layer.heads",
         )
     if larger is not None:
         more = larger.select_together(scores, contexts)
@@ -179,6 +179,6 @@ def _check_row_alone(
             ]
         require(
             here == wanted,
-            f"a padded row must keep what it keeps alone, row {row} keeps {here} instead of "
-            f"{wanted}",
+            f"a padded row must keep the same tokens as without padding, row {row} keeps {here} "
+            f"instead of {wanted}",
         )

@@ -32,7 +32,7 @@ class CLAA(Method):
             ``num_layers // 2 - 1``, which gives the paper's 15 for 32 layers.
         window_size: Tokens of the observation window, at least 1.
         kernel_size: Width of the average-pooling, odd.
-        voting_layers: Layers up to ``tsp_layer`` that decide what goes on, at least 1.
+        voting_layers: Layers up to ``tsp_layer`` that decide which tokens go on, at least 1.
         whole_layers: First layers that keep everything, at least 0.
         standardize: Whether the attention of each layer and KV head is standardized to mean 0 and
             deviation 1 before the maximum.
@@ -87,7 +87,7 @@ class CLAA(Method):
             voting_layers=self.voting_layers,
             standardize=self.standardize,
         )
-        if chosen.budget.exceeds(propagation.budget):  # of which the wrapped selector tells nothing
+        if chosen.budget.exceeds(propagation.budget):  # which the wrapped selector does not know
             raise ValueError(
                 "retention_rate must not exceed tsp_rate, since layers after the drop cannot keep "
                 f"more tokens than reach them, got {chosen.budget.amount} and "

@@ -19,7 +19,7 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 @documented
 @attrs.frozen
 class Compactor(EvictionMethod):
-    """Keeps unusual keys and tokens that their neighbours attend to; needs no question.
+    """Keeps unusual keys, and tokens that their neighbours attend to; works without a question.
 
     ``blending`` times the leverage of each key (see `LeverageScorer`) plus the attention within
     chunks, both ways (see `ChunkAttentionScorer`). Prefill is complete.

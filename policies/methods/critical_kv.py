@@ -15,7 +15,7 @@ from kvpolicy.policies.selectors.critical import CriticalSelector
 @documented
 @attrs.frozen
 class CriticalKV(WindowEvictionMethod):
-    """Keeps half of the budget as SnapKV does, the other half by values' effect on the output too.
+    """Keeps half of the budget as SnapKV does, the other half also by values' effect on the output.
 
     The first half is chosen by the attention of the last tokens, the second half by this attention
     times the norm of each projected value (see `CriticalSelector`). Prefill is complete.

@@ -17,7 +17,7 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 @documented
 @attrs.frozen
 class ExpectedAttention(EvictionMethod):
-    """Keeps the tokens that future queries are expected to attend to, judged by past queries.
+    """Keeps the tokens that future queries will probably attend to, estimated from past queries.
 
     No question is needed at the prompt's end: the mean and covariance of the prompt's queries,
     rotated to future positions, predict the attention (see `ExpectedAttentionScorer`). Prefill is

@@ -47,7 +47,7 @@ kernel_size=7, group_first=False)
         512
     """
 
-    every: ClassVar[int] = 128  # tokens from one choice to the next, where `decoding` names none
+    every: ClassVar[int] = 128  # decoded tokens between evictions, unless `decoding` says otherwise
 
     scorer: Scorer | None = attrs.field(init=False, eq=False, repr=False)
     selector: KVSelector = attrs.field(init=False, eq=False, repr=False)
@@ -60,7 +60,7 @@ kernel_size=7, group_first=False)
         tokens = None if self.decoding is None else _tokens_of(self.decoding.selector)
         own = self.has_decoding_rule
         if tokens is not None and own and self.decoding == self.decoding_rule(tokens):
-            return brief(self, instead={"decoding": tokens})  # as it was written
+            return brief(self, instead={"decoding": tokens})  # the argument as given
         return brief(self)
 
     @abstractmethod
@@ -106,9 +106,9 @@ kernel_size=7, group_first=False)
         selector = under_tokens(self.selector, tokens)
         if selector is None or self.rereading is not None:
             reason = (
-                f"{self.selector} has no budget to be bounded by"
+                f"{self.selector} has no budget that could bound it"
                 if selector is None
-                else "a context that grows is not read a second time at every choice"
+                else "a context that grows cannot be read a second time at every eviction"
             )
             raise ValueError(
                 f"decoding of {type(self).__name__} must be a DecodingEviction or None, since "
@@ -119,19 +119,19 @@ kernel_size=7, group_first=False)
     def _own_decoding(self, given: object) -> DecodingEviction | None:
         if given is None or given is False or isinstance(given, DecodingEviction):
             return None if given is False else given
-        if given is not True:  # which is an int as well
+        if given is not True:  # True is an int too
             return self.decoding_rule(check_count("decoding", given, minimum=1))
         tokens = _tokens_of(self.selector)
         if tokens is None:
             raise ValueError(
-                "retention_tokens must be given where decoding is True, since a rate of a context "
-                f"that grows is no bound, got decoding=True of {type(self).__name__}; or give the "
+                "retention_tokens must be given if decoding is True, since a rate does not bound "
+                f"a context that grows, got decoding=True of {type(self).__name__}; or give a "
                 "number of tokens, as in decoding=512"
             )
         return self.decoding_rule(tokens)
 
     def _drop_rates_that_gave_way(self) -> None:
-        """Set default rates to None where a token count replaces them, so the repr omits them."""
+        """Set default rates to None if a token count replaces them, so that the repr omits them."""
         for field in attrs.fields(type(self)):
             tokens = field.name.removesuffix("_rate") + "_tokens"
             yields = isinstance(getattr(self, field.name), DefaultRate)

@@ -13,7 +13,7 @@ from kvpolicy.policies.scorers.random import RandomScorer
 @documented
 @attrs.frozen
 class Random(EvictionMethod):
-    """Keeps tokens at random, beside the last ones: the control; prefill is complete.
+    """Keeps the last tokens, and others at random: the control of every comparison.
 
     Args:
         seed: Seed of the choice, at least 0.

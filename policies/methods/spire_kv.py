@@ -1,4 +1,4 @@
-"""SpireKV: FastKV with parts changed as this project's study found best."""
+"""SpireKV: FastKV with the parts that this project's study found best."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagat
 from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
 from kvpolicy.policies.selectors.pyramid import PyramidSelector
 
-# What goes on at least, as a fraction of the context, where it is not said.
+# The smallest fraction of the context that goes on to later layers, if tsp_rate is not given.
 LEAST_PASSED = 0.1
 
 
@@ -43,7 +43,7 @@ class SpireKV(Method):
     Raises:
         TypeError: An argument is not of its type.
         ValueError: An argument is out of its range, both forms of a budget are given, or the
-            retention exceeds what goes on.
+            retention exceeds the tokens that go on.
 
     Example:
         >>> SpireKV(tsp_layer=15).prefill_compute_rate(num_layers=32)
@@ -79,7 +79,7 @@ class SpireKV(Method):
             tsp_tokens=tokens,
             protect=self.protect,
         )
-        if kept.exceeds(propagation.budget):  # budgets differ by layer: the policy compares none
+        if kept.exceeds(propagation.budget):  # the policy compares no budgets that differ by layer
             raise ValueError(
                 "retention_rate must not exceed tsp_rate, since layers after the drop cannot keep "
                 f"more tokens than reach them, got {kept.amount} and {propagation.budget.amount}"

@@ -1,4 +1,4 @@
-"""Drops tokens after several layers of one prefill, by a policy of their own each."""
+"""Drops tokens after several layers of one prefill, by one policy for each."""
 
 from __future__ import annotations
 

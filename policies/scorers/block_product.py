@@ -64,7 +64,7 @@ class BlockProductScorer(Scorer):
         queries = context.queries.float().masked_fill(~seen, 0.0).sum(dim=2, keepdim=True)
         queries = queries / seen.sum(dim=2, keepdim=True).clamp(min=1)
         products = query_key_products(queries, context.keys)[:, :, 0]
-        # As many blocks in every process that has a share of the heads.
+        # The same number of blocks in every process that has a share of the heads.
         block_len = self.chunk_size * self.block_chunks
         blocks = -(-max(context.seen_len) // block_len)
         units = _unit_means(products, context, self.chunk_size, blocks * self.block_chunks)

@@ -58,8 +58,8 @@ class ChunkMeanScorer(WrappingScorer):
         group = saliency.shape[1] // context.kv_heads
         scored = context.valid & ~context.is_tail(self.unscored_tail)
         chunks = context.positions.clamp(min=0) // self.chunk_size
-        # By position, not by slot: after earlier choices heads may hold unlike tokens; and as many
-        # chunks in every process that has a share of the heads.
+        # By position, not by slot, since heads may hold different tokens after earlier choices. The
+        # number of chunks is the same in every process that has a share of the heads.
         count = -(-max(context.seen_len) // self.chunk_size)
         shown = saliency.masked_fill(~scored.repeat_interleave(group, dim=1), 0.0)
         sums = context.layer.heads.mean(_sums(shown, chunks.repeat_interleave(group, dim=1), count))

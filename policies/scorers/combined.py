@@ -1,4 +1,4 @@
-"""Combines several scorers by sum or by maximum; `kvpolicy.scorer` has them, for its operators."""
+"""Combines several scorers by sum or maximum; defined in `kvpolicy.scorer`, for its operators."""
 
 from kvpolicy.scorer import MaxScorer, SumScorer
 

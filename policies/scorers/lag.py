@@ -57,7 +57,7 @@ class LagKVScorer(Scorer):
         """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         sinks = context.is_first(self.num_sinks)
         held = context.valid.sum(dim=-1, keepdim=True)
-        behind = held - sinks.sum(dim=-1, keepdim=True)  # tokens behind the sinks
+        behind = held - sinks.sum(dim=-1, keepdim=True)  # tokens after the sinks
         slots = torch.arange(context.key_len, device=context.keys.device)
         places = slots - (context.key_len - behind)  # among these; below 0 for sinks and padding
         ranked = (behind // self.lag_size - 1).clamp(min=0) * self.lag_size
@@ -79,7 +79,7 @@ class LagKVScorer(Scorer):
             self._unevenness(each.gather(2, slots.expand(*slots.shape[:3], each.shape[3])))
             for each in (context.keys, context.values)
         )
-        # Of equals the earlier ranks higher, as it does with selectors.
+        # Of equal tokens the earlier ranks higher, as in selectors.
         order = torch.as_tensor(scores).argsort(dim=-1, descending=True, stable=True)
         return (self.lag_size - 1 - order.argsort(dim=-1)).flatten(2)
 

@@ -87,7 +87,7 @@ class LastQueryProductScorer(Scorer):
         """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         group = context.query_heads // context.kv_heads
         products = query_key_products(context.queries, context.keys)[:, :, -1]
-        # Padding stands on the left as 0, like what lies beyond the edge of a row alone.
+        # Padding on the left is 0, as is what lies before a row without padding.
         products.masked_fill_(~context.valid.repeat_interleave(group, dim=1), 0.0)
         if not self.own:
             products[..., -1] = 0.0

@@ -20,7 +20,7 @@ class CURScorer(Scorer):
     The tokens that a KV head holds are divided into stretches of ``local_size``, counted from the
     row's first; the last may be shorter. ``saliency[h, j] = K_j * V_j / sum over i of K_i * V_i``
     per KV head ``h``, in float32, with ``K_j = ||k_j||^2 / sum over its stretch of ||k_i||^2`` and
-    ``V`` likewise of values. Sinks have 1. Rotary embedding, which keeps norms, changes nothing.
+    ``V`` is the same of values. Sinks have 1. Rotary embedding, which keeps norms, changes nothing.
 
     Args:
         num_sinks: First tokens of the row, which come first of all, at least 0.

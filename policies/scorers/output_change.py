@@ -93,7 +93,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _heaviest(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Split attention weights into the largest (its index and value) and the others, with 0 for it.
+    """Split attention weights into the largest one (index and value) and the others, where it is 0.
 
     One minus the largest weight is the sum of the others, which subtraction would round away.
     """

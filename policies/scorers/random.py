@@ -54,5 +54,5 @@ def _signed(value: int) -> int:
 
 
 def _shifted(state: Tensor, by: int) -> Tensor:
-    """Shift an int64 tensor right logically: zeros, not the sign bit, come in."""
+    """Shift the bits of an int64 tensor to the right; zeros come in, not the sign bit."""
     return (state >> by) & ((1 << (64 - by)) - 1)

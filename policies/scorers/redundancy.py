@@ -14,7 +14,7 @@ from kvpolicy.checks import check_count, check_kernel_size, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 
-# Keys that are looked through at once for one that resembles another.
+# Number of keys that are compared with all others at a time.
 RUN = 64
 
 
@@ -96,9 +96,9 @@ class RedundancyScorer(Scorer):
     def _redundancy(self, context: LayerContext) -> Tensor:
         """Return each key's mean similarity to the other keys, ``[batch, kv_heads, key_len]``."""
         valid = context.valid
-        keys = context.keys.detach().float()  # detached, for memory to be written to again
+        keys = context.keys.detach().float()  # detached, so that memory can be reused
         directions = functional.normalize(keys, dim=-1) * valid[..., None]
-        # With all others at once: what a key has in common with the sum of them.
+        # The sum of a key's cosines with all others is its product with the sum of them.
         total = directions.sum(dim=2, keepdim=True)
         sums = (directions * (total - directions)).sum(dim=-1)
         self._leave_out_copies(sums.flatten(0, 1), directions.flatten(0, 1))
@@ -141,7 +141,7 @@ class RedundancyScorer(Scorer):
             cosines: ``[heads, count, key_len]``, a multiple of `RUN` of keys.
         """
         runs = cosines.view(*cosines.shape[:-1], -1, RUN)
-        # Of places that are counted from 1, in float32, which is exact up to 2**24.
+        # The maximum of places counted from 1, in float32, which is exact up to 2**24.
         places = torch.arange(1.0, runs.shape[2] + 1, device=cosines.device)
         found = ((runs.amax(dim=-1) > self.threshold) * places).amax(dim=-1)
         run = (found.long() - 1).clamp(min=0)
@@ -157,5 +157,5 @@ class RedundancyScorer(Scorer):
 
 def _softmax(scores: Tensor, valid: Tensor) -> Tensor:
     """Compute the softmax over valid entries of the last axis; invalid ones get 0."""
-    lowest = torch.finfo(scores.dtype).min  # finite, where nothing is valid
+    lowest = torch.finfo(scores.dtype).min  # finite even if nothing is valid
     return scores.masked_fill(~valid, lowest).softmax(dim=-1) * valid

@@ -14,7 +14,7 @@ from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 
-# Added to the diagonal of the matrix of products: what makes it invertible.
+# Added to the diagonal of the matrix of products, to make it invertible.
 RIDGE = 1e-2
 
 

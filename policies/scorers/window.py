@@ -100,12 +100,12 @@ class WindowMaxPoolScorer(_PooledWindowScorer):
             return attention
         if context._stored is None:
             return group_mean(attention, context.kv_heads)
-        # All heads read what is stored: they are one group, in whatever process they are.
+        # All heads read the same stored keys, so they are one group, in whatever process they are.
         return context.layer.heads.mean(attention)[:, None].expand(-1, context.kv_heads, -1)
 
     def _pooled(self, attention: Tensor) -> Tensor:
-        # Padding lies on the left with attention 0, which never wins the maximum of a token's
-        # neighbourhood: a padded row pools as it would alone.
+        # Padding on the left has attention 0, which never wins the maximum of a token's
+        # neighbourhood: a padded row pools as without padding.
         return torch.max_pool1d(
             attention, self.kernel_size, stride=1, padding=self.kernel_size // 2
         )
@@ -138,7 +138,7 @@ class WindowMeanPoolScorer(_PooledWindowScorer):
     paper: ClassVar[str] = "arXiv 2602.16054"
 
     def _pooled(self, attention: Tensor) -> Tensor:
-        # Padding lies on the left with attention 0, as what lies beyond a row's first token.
+        # Padding on the left has attention 0, like the zeros before a row without padding.
         return torch.avg_pool1d(
             attention, self.kernel_size, stride=1, padding=self.kernel_size // 2
         )
@@ -188,7 +188,7 @@ class WindowAttentionScorer(Scorer):
         attention = causal_attention_sums(context) / observing
         if self.kernel_size == 1:
             return attention
-        # Padding lies on the left with attention 0; see `WindowMaxPoolScorer`.
+        # Padding on the left has attention 0; see `WindowMaxPoolScorer`.
         return torch.max_pool1d(
             attention, self.kernel_size, stride=1, padding=self.kernel_size // 2
         )

@@ -93,14 +93,14 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
         return own, protected.shape[1] * (free - own)
 
     def _protects_by_slot(self, context: LayerContext) -> bool:
-        """True if the protected tokens are the first slots and the last, and are not all."""
+        """True if the protected tokens are the first and the last slots, and not all slots."""
         whole = not self.protect or held_counts(context) == context.seen_len
         own = type(self).protected is KVSelector.protected
         alike = len(set(context.seen_len)) == 1
         return whole and own and alike and self.protect + self.window_size < context.key_len
 
     def _selected(self, scores: Tensor, context: LayerContext) -> Tensor:
-        """Select as `select` does, of rows of one length without padding."""
+        """Select as `select` does, for rows of one length without padding."""
         fixed, heads = self.protect + self.window_size, context.kv_heads
         free = max(self._free(context.seen_len[0], 0), fixed) - fixed
         own = int(free * self.floor)

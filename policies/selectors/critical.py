@@ -1,4 +1,4 @@
-"""Keeps half of a budget by attention, half by values' effect on the output too."""
+"""Keeps half of a budget by attention, and half also by each value's effect on the output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpolicy.selection import ranks, select_top
 
 @attrs.frozen
 class CriticalSelector(WrappingSelector):
-    """Keeps as many tokens as another selector, half of them by their values' effect on output.
+    """Keeps as many tokens as another selector, half of them also by their effect on the output.
 
     If the wrapped selector keeps ``b`` tokens of a KV head, the first ``int(b * first_share)`` are
     the protected tokens and the most salient others. The rest are the tokens of highest
@@ -105,13 +105,14 @@ def output_norms(context: LayerContext) -> Tensor:
     weight = context.layer.output_weight
     if weight is None:
         raise ValueError(
-            "output_weight of a layer must be shown to weigh values by it, got None at layer "
-            f"{context.layer_idx}, whose heads share what is held or which has no such weights; "
-            "take a selector that does not ask, or CAOTEScorer, which needs values only"
+            "output_weight must be known to weigh values by it, got None at layer "
+            f"{context.layer_idx}, whose heads share the stored values, or whose output weights "
+            "cannot be read; use a selector that does not need them, or CAOTEScorer, which needs "
+            "only values"
         )
     group = context.query_heads // context.kv_heads
     limit = BLOCK_BYTES.get(weight.device.type, OTHER_BLOCK_BYTES)
-    step = max(limit // (4 * context.batch * weight.shape[2]), 1)  # what is made is never whole
+    step = max(limit // (4 * context.batch * weight.shape[2]), 1)  # in pieces, to limit memory
     norms = torch.zeros(context.positions.shape, device=context.keys.device)
     for head in range(context.query_heads):
         values, of_head = context.values[:, head // group], weight[head].float()

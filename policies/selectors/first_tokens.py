@@ -98,7 +98,7 @@ class FirstTokensWholeSelector(WrappingSelector):
         behind = known_counts(self.selector, self._behind(context))
         if behind is None:
             return None
-        # The layer holds the whole context, or nothing were known of the tokens behind.
+        # The layer holds the whole context; otherwise its later tokens would be unknown.
         return tuple(
             min(seen, self.whole_tokens) + count
             for seen, count in zip(context.seen_len, behind, strict=True)
@@ -118,8 +118,8 @@ class FirstTokensWholeSelector(WrappingSelector):
     def _behind(self, context: LayerContext) -> LayerContext:
         """Return a copy of the context where the first tokens are marked as padding."""
         seen_len = tuple(max(each - self.whole_tokens, 0) for each in context.seen_len)
-        # Where some tokens are not held, so may be some of the first; and a selector that protects
-        # first tokens would take those behind for them, since as many are held as it hears of.
+        # If some tokens are not held, some of the first may be missing too. A selector that
+        # protects first tokens would then protect later ones, since it knows only their number.
         whole = held_counts(context) == context.seen_len and not self.selector.protected_first
         return attrs.evolve(
             context,

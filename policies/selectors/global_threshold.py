@@ -20,7 +20,7 @@ from kvpolicy.selection import compress, head_budgets, highest
 @documented
 @attrs.frozen
 class GlobalThresholdSelector(SharedBudgetSelector):
-    """Keeps tokens above one saliency threshold for all layers and KV heads of the model.
+    """Keeps tokens above one saliency threshold, shared by all layers and KV heads of the model.
 
     Layers choose after all of them were scored. The budget of a row is the sum of the tokens that
     each KV head of each layer would keep on its own under the rate or number of tokens. It is

@@ -92,7 +92,7 @@ class GQAGroupSelector(KVSelector):
         return select_top(scores, budgets, valid=valid, protected=protected)
 
     def _count_of_unpadded(self, context: LayerContext) -> int | None:
-        """Return the count of every head, if no slot is padding and slots say what is protected.
+        """Return every head's count if no slot is padding and slots show what is protected.
 
         In a later turn, the first tokens of a context may be gone.
         """

@@ -69,7 +69,7 @@ class PyramidSelector(SharedBudgetSelector):
             mean * (self.beta - 1) / self.beta * (num_layers - 1 - 2 * layer) / steps
             for layer in layers
         ]
-        # The whole context is as much as a layer can keep: its mirror keeps what that leaves.
+        # A layer cannot keep more than the whole context; its mirror layer keeps the rest.
         return [mean + max(min(fall, 1 - mean), mean - 1) for fall in falls]
 
     def count(self, seen_len: int, protected: int, layer_idx: int, num_layers: int) -> int:

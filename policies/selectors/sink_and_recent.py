@@ -76,7 +76,7 @@ class SinkAndRecentSelector(KVSelector):
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """Return how many tokens of each row the budget allows every head to keep."""
-        # Sinks are the first of what is held, and so as many whatever is held.
+        # Sinks are the first tokens held, so their number does not depend on the others.
         more = self.protected_first - self.num_sinks
         fixed = protected_counts(context, tail=self.num_sinks, first=more)
         return counts_under(self.budget, context, fixed)
@@ -98,7 +98,7 @@ class SinkAndRecentSelector(KVSelector):
         return select_top(recency.expand(valid.shape), budgets, valid=valid, protected=protected)
 
     def _by_slots(self, context: LayerContext, counts: tuple[int, ...]) -> bool:
-        """True if slots alone say what is kept: no padding, and no protected token has gone."""
+        """True if slots alone decide: there is no padding, and no protected token was evicted."""
         held = self.protect <= self.num_sinks or held_counts(context) == context.seen_len
         own = type(self).protected is SinkAndRecentSelector.protected
         return context._unpadded and held and own and len(set(counts)) == 1

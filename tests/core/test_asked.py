@@ -180,7 +180,7 @@ def test_the_contract_finds_what_is_wrong() -> None:
     with pytest.raises(AssertionError, match="in the whole layer"):
         check_selector(OfTheseHeads(0.3, window_size=2))
     for scorer in (ReadsPadding(3), ByColumns(), WeighsTheFirstHead()):
-        with pytest.raises(AssertionError, match="must score as"):
+        with pytest.raises(AssertionError, match="must get the same saliency as"):
             check_scorer(scorer)
 
 
@@ -267,14 +267,14 @@ def test_the_largest_of_the_layers_goes_on() -> None:
 
 def test_who_looks_back_needs_a_scorer() -> None:
     part = type("NeedsNone", (LargestOfLayers,), {"needs_saliency": False})()
-    with pytest.raises(ValueError, match="scorer must be a Scorer, since .* layers before"):
+    with pytest.raises(ValueError, match="scorer must be a Scorer, since .* of earlier layers"):
         CachePolicy(None, KeepAllSelector(), part)
 
 
 def test_no_history_while_decoding_or_in_combinations() -> None:
-    with pytest.raises(ValueError, match="must not look at the saliency of the layers before"):
+    with pytest.raises(ValueError, match="must not read the saliency of earlier layers"):
         DecodingEviction(CarriedOnScorer(), GQAGroupSelector(retention_tokens=9))
-    with pytest.raises(ValueError, match="scorers must not look at the saliency of the layers"):
+    with pytest.raises(ValueError, match="scorers must not read the saliency of earlier layers"):
         MaxScorer([WindowMaxPoolScorer(), CarriedOnScorer()])
 
 

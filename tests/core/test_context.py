@@ -114,7 +114,7 @@ def test_queries_that_were_not_asked_for(look: Callable[[LayerContext], Tensor])
     """Every way to look at them says what to declare: in a policy, and in the contract."""
     scorer = Undeclared(look)
     policy = CachePolicy(scorer, GQAGroupSelector(0.5), PassAllPropagation())
-    message = "a scorer must declare num_queries to look at queries, .* of layer 0"
+    message = "a scorer must declare num_queries to read queries, .* at layer 0"
     with pytest.raises(ShapeError, match=message):
         policy.decide(shared(stored=None))
     with pytest.raises(ShapeError, match="must declare num_queries"):

@@ -88,7 +88,7 @@ def test_properties_of_a_propagation_policy(name: str, value: object, wanted: st
 
 def test_equal_counts_are_equal() -> None:
     shares = with_property(AdaptiveHeadSelector, "equal_counts", True)
-    with pytest.raises(AssertionError, match="must keep as many tokens in all heads of a row"):
+    with pytest.raises(AssertionError, match="must keep equally many tokens in all heads of a row"):
         check_selector(shares)
 
 
@@ -146,7 +146,7 @@ def test_methods_of_a_selector(name: str, returns: Any, message: str) -> None:
         (
             "placed",
             lambda found: TokenSelectivePropagation(tsp_layer=1),
-            "placed must change nothing where",
+            "placed must change nothing if",
         ),
         ("propagate", lambda found: [[0]], "passed_on .* must be a tensor"),
         ("propagate", lambda found: torch.ones(1, 1), "passed_on .* must be torch.int64"),
@@ -196,10 +196,18 @@ def with_num_queries(count: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("base", "changed", "message"),
     [
-        (AccumulatedAttentionScorer, scored_by(causal_attention_peaks), "the same in two parts"),
+        (
+            AccumulatedAttentionScorer,
+            scored_by(causal_attention_peaks),
+            "queries in two parts",
+        ),
         (AccumulatedAttentionScorer, with_num_queries(4), "num_queries=4"),
-        (LastQueryScorer, scored_by(lambda layer: causal_attention_sums(layer) ** 2), "attends"),
-        (LastQueryScorer, with_num_queries(2), "must look at one query"),
+        (
+            LastQueryScorer,
+            scored_by(lambda layer: causal_attention_sums(layer) ** 2),
+            "its attention weights",
+        ),
+        (LastQueryScorer, with_num_queries(2), "must read one query"),
     ],
 )
 def test_what_scorers_declare_of_saliencies(

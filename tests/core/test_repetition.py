@@ -99,13 +99,13 @@ def test_of_another_type(arguments: dict[str, Any]) -> None:
     ],
 )
 def test_a_reading_that_nothing_is_scored_by(parts: Any) -> None:
-    with pytest.raises(ValueError, match="rereading must be None where no queries are scored"):
+    with pytest.raises(ValueError, match="rereading must be None if no queries are scored"):
         CachePolicy(*parts, rereading=Repetition())
 
 
 def test_a_reading_of_a_prompt_of_which_tokens_are_dropped() -> None:
     policy = CachePolicy(*PARTS[:2], TokenSelectivePropagation(tsp_layer=1), rereading=Repetition())
-    with pytest.raises(ValueError, match="rereading must be None where tokens are dropped"):
+    with pytest.raises(ValueError, match="rereading must be None if tokens are dropped"):
         policy.check_model(4)
 
 

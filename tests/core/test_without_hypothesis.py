@@ -79,9 +79,9 @@ def test_right_parts_pass(said: list[str]) -> None:
 
 
 def test_broken_parts_are_found(said: list[str]) -> None:
-    assert "a padded row must score as it does alone" in said[3]
+    assert "a padded row must get the same saliency as without padding" in said[3]
     assert "indices must be ascending" in said[4]
-    assert "tokens may go on, but None was returned" in said[5]
+    assert "tokens may go on, but propagate returned None" in said[5]
 
 
 def test_what_needs_hypothesis_names_the_extra(said: list[str]) -> None:

@@ -40,7 +40,7 @@ def test_refuses_paths_that_are_none(name: str) -> None:
 
 
 def test_refuses_what_a_folder_lacks() -> None:
-    with pytest.raises(ValueError, match="models/x does not exist in the folder models that is"):
+    with pytest.raises(ValueError, match="models/x does not exist in the local folder models"):
         check_model_name("models/x")
     with pytest.raises(ValueError, match="models/empty must hold a config.json"):
         check_model_name("models/empty")

@@ -56,7 +56,10 @@ def test_a_folder_in_a_results_place_is_said_before_the_work(
 ) -> None:
     (tmp_path / name).mkdir()
     assert main([*command, "--out", str(tmp_path), "--model", "no/such"]) == 1
-    said = f"error: out must leave {name} to the results, got a folder {tmp_path / name}\n"
+    said = (
+        f"error: out must not contain a folder named {name}, since a file of results has this "
+        f"name, got the folder {tmp_path / name}\n"
+    )
     assert capsys.readouterr().err == said
     assert [each.name for each in tmp_path.iterdir()] == [name]
 

@@ -316,7 +316,7 @@ def loop(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "of a user's own": ({"custom_generate": loop}, "custom_generate may be anything"),
+    "of a user's own": ({"custom_generate": loop}, "custom_generate must be None unless"),
     "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, "generation mode must be one of"),
     "no cache": ({"use_cache": False}, "use_cache must be True with a PolicyCache"),
     "static": ({"cache_implementation": "static"}, "cache_implementation must be None .*'static'"),
@@ -324,7 +324,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"generation_config": GenerationConfig(cache_implementation="quantized")},
         "cache_implementation must be None .*'quantized'",
     ),
-    "paged": ({"cache_implementation": "paged"}, "continuous batching keeps pages of its own"),
+    "paged": ({"cache_implementation": "paged"}, "continuous batching uses its own cache"),
 }
 
 
@@ -361,7 +361,7 @@ def test_a_models_own_settings_that_contradict(
 def test_continuous_batching_would_ignore_it(model: PreTrainedModel) -> None:
     with (
         apply_policy(model, SnapKV(0.3)),
-        pytest.raises(UnsupportedGenerationError, match="nor be called for a model that one is"),
+        pytest.raises(UnsupportedGenerationError, match="or for a model that has a cache attached"),
     ):
         model.generate_batch(IDS.tolist(), max_new_tokens=3)
 
@@ -380,9 +380,9 @@ def test_models_that_no_policy_can_be_applied_to(model: PreTrainedModel) -> None
     both = T5ForConditionalGeneration(T5Config(vocab_size=20, **sizes))
     with pytest.raises(UnsupportedModelError):
         apply_policy(both, SnapKV(0.3))
-    with pytest.raises(UnsupportedModelError, match="got LlamaModel, which has none"):
+    with pytest.raises(UnsupportedModelError, match="but LlamaModel has none"):
         apply_policy(model.model, SnapKV(0.3))
-    with pytest.raises(UnsupportedModelError, match="got OwnGenerate, which has one of its own"):
+    with pytest.raises(UnsupportedModelError, match="but OwnGenerate has another one"):
         apply_policy(OwnGenerate(model), SnapKV(0.3))
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
         apply_policy("model", SnapKV(0.3))  # type: ignore[arg-type]

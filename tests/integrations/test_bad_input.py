@@ -157,10 +157,10 @@ def test_a_conversation_that_does_not_go_on(model: PreTrainedModel, usable: Poli
         ({"penalty_alpha": 0.6, "top_k": 4}, "got contrastive_search"),
         ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "got group_beam_search"),
         ({"dola_layers": "low"}, "got dola_generation"),
-        ({"prompt_lookup_num_tokens": 3, "output_attentions": True}, "output_attentions, and"),
-        ({"prompt_lookup_num_tokens": 3, "output_hidden_states": True}, "output_attentions, and"),
+        ({"prompt_lookup_num_tokens": 3, "output_attentions": True}, "output_attentions must be"),
+        ({"prompt_lookup_num_tokens": 3, "output_hidden_states": True}, "so must output_hidden"),
         ({"use_cache": False}, "use_cache must be True"),
-        ({"custom_generate": lambda model, **_: None}, "custom_generate may be anything"),
+        ({"custom_generate": lambda model, **_: None}, "custom_generate must be None unless"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -289,7 +289,7 @@ BOUNDED = CachePolicy(
     [
         (SnapKV(0.1), 10**15, "max_new_tokens must be at most 512, .* got 1000000000000000; "),
         (SnapKV(0.1), 513, "max_new_tokens must be at most 512, .* got 513; .* or None to let it"),
-        (BOUNDED, None, "every of the policy's decoding must be at most 512, .* got 10000000000"),
+        (BOUNDED, None, "'every' of the policy's decoding must be at most 512, .* got 10000000000"),
     ],
     ids=["huge", "one too many", "every"],
 )
@@ -328,7 +328,7 @@ def unsupported_models() -> dict[str, tuple[Any, str]]:
     bloom = BloomConfig(vocab_size=97, hidden_size=16, n_layer=2, n_head=2)
     t5 = T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
     return {
-        "own attention": (GPTJForCausalLM(gptj), "shows no queries: it looks at queries"),
+        "own attention": (GPTJForCausalLM(gptj), "shows no queries: it reads queries"),
         "counting in columns": (BloomForCausalLM(bloom), "but BloomBlock adds alibi to them"),
         "encoder-decoder": (T5ForConditionalGeneration(t5), "must be decoder-only"),
     }
@@ -373,7 +373,7 @@ def test_attention_that_bypasses_the_interface() -> None:
     attention.__class__ = OwnAttention
     before = trace_of(other)
     cache = PolicyCache(FASTKV)
-    with pytest.raises(UnsupportedModelError, match="shows no queries: it looks at queries"):
+    with pytest.raises(UnsupportedModelError, match="shows no queries: it reads queries"):
         tokens_of(other, prompt(60), cache)
     with pytest.raises(UnsupportedModelError, match=r"but layers \[2\] did not update it"):
         tokens_of(other, prompt(60), PolicyCache(StreamingLLM(0.3)))
@@ -487,7 +487,7 @@ def test_a_conversation_padded_anew(model: PreTrainedModel) -> None:
     said = tokens_of(model, ids, cache, attention_mask=mask)
     texts = [rows[0] + said[0] + random_tokens(5, 3), rows[1] + said[1] + random_tokens(6, 25)]
     again, again_mask = left_padded(texts)
-    with pytest.raises(ValueError, match="do not pad the whole conversation anew"):
+    with pytest.raises(ValueError, match="do not pad the whole conversation again"):
         tokens_of(model, again, cache, attention_mask=again_mask)
     # Between the turns padding is right.
     added, added_mask = left_padded([random_tokens(5, 3), random_tokens(6, 25)])
@@ -618,7 +618,7 @@ EMBEDS = torch.randn(1, 20, 16)
         (
             {"input_ids": IDS, "position_ids": IDS[:, :3]},
             ValueError,
-            r"position_ids must be \[batch, len\] = \[1, 20\] .* got \[1, 3\]; leave them out",
+            r"position_ids must be \[batch, len\] = \[1, 20\], .* got \[1, 3\]; leave them out",
         ),
         ({"input_ids": IDS, "position_ids": IDS[0]}, ValueError, r"position_ids .* got \[20\]"),
         (
@@ -663,7 +663,7 @@ def test_inputs_of_another_kind(
         (
             {"input_ids": IDS, "attention_mask": torch.ones(1, 7)},
             ValueError,
-            r"\[1, 20\] as the tokens that are read, got \[1, 7\]; .* of attention_mask",
+            r"\[1, 20\], one for each new token, got \[1, 7\]; .* from attention_mask",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -689,7 +689,7 @@ def test_a_scorer_that_looks_at_queries_it_has_not_declared(model: PreTrainedMod
     selector = GQAGroupSelector(0.5, window_size=1)
     cache = PolicyCache(CachePolicy(LooksAtTheLast(), selector, PassAllPropagation()))
     before = trace_of(model)
-    with pytest.raises(ValueError, match="a scorer must declare num_queries to look at queries"):
+    with pytest.raises(ValueError, match="a scorer must declare num_queries to read queries"):
         model.generate(IDS, past_key_values=cache, max_new_tokens=2)
     assert (cache.get_seq_length(), trace_of(model)) == (0, before)
 

@@ -42,7 +42,7 @@ def test_a_loss_on_which_the_policy_would_have_no_effect(
     model: PreTrainedModel, policy: CachePolicy
 ) -> None:
     cache = PolicyCache(policy)
-    message = "labels must not be given on a forward where the policy acts.*read the context first"
+    message = "labels must not be given in a forward in which the policy acts.*read the context"
     with torch.no_grad(), cache.attached(model):
         with pytest.raises(ValueError, match=message):
             model(prompt(60), past_key_values=cache, labels=prompt(60))

@@ -1,1 +1,1 @@
-"""The work of the commands: what each does once its options are read."""
+"""The work of the commands: what each does after its options are parsed."""

@@ -11,7 +11,7 @@ from kvpolicy.evaluation.commands.analyze import AnalyzeOptions
 from kvpolicy.evaluation.commands.work.analyze_oracle import analyze_oracle
 from kvpolicy.evaluation.commands.work.terminal import load_shown, progress_bar, show_written
 
-# Beside the layer, so that a table fits 80 columns where a k has up to six digits.
+# Number of columns beside the layer, so that a table fits 80 columns if k has six digits.
 MAX_COLUMNS = 6
 
 
@@ -36,7 +36,7 @@ def show(analysis: Analysis) -> None:
     """Print an attention analysis: its tables, their legends and the notes."""
     console = Console(highlight=False, markup=False)
     tables = [*_attention(analysis), _overlaps(analysis), _outputs(analysis)]
-    shown = [each for each in tables if each[0].row_count]  # one layer has no other beside it
+    shown = [each for each in tables if each[0].row_count]  # a single layer has no neighbour
     for index, (table, legend) in enumerate(shown):
         if index:
             console.print()
@@ -65,10 +65,11 @@ def _attention(analysis: Analysis) -> list[tuple[Table, str]]:
     lengths = [length for group in analysis.lengths.values() for length in group]
     span = f"{min(lengths):,}" + (f" to {max(lengths):,}" if len(set(lengths)) > 1 else "")
     legend = (
-        f"overlap: of the {analysis.overlap.k:,} tokens with most attention "
-        f"({_percent(analysis.chance)}% by chance). top: the share of attention that a layer's top "
-        f"tokens hold. Attention of the last {analysis.settings.window_size} tokens, mean over "
-        f"heads and {len(lengths)} prompt{'s' * (len(lengths) > 1)} of {span} tokens."
+        f"overlap: share of the {analysis.overlap.k:,} most attended tokens that two layers have "
+        f"in common ({_percent(analysis.chance)}% by chance). top: share of a layer's attention "
+        f"that its top tokens get. Attention is that of the last {analysis.settings.window_size} "
+        f"tokens, averaged over heads and {len(lengths)} prompt{'s' * (len(lengths) > 1)} of "
+        f"{span} tokens."
     )
     return [*tables[:-1], (tables[-1][0], legend)]
 
@@ -79,7 +80,7 @@ def _overlaps(analysis: Analysis) -> tuple[Table, str]:
     for distance in range(1, analysis.overlap.num_layers):
         cells = (_percent(each[distance]) if distance < len(each) else "-" for each in columns)
         table.add_row(str(distance), *cells)
-    return table, "The mean overlap of the pairs of layers that lie so far apart."
+    return table, "Mean overlap of two layers, by their distance in layers."
 
 
 def _outputs(analysis: Analysis) -> tuple[Table, str]:
@@ -92,9 +93,9 @@ def _outputs(analysis: Analysis) -> tuple[Table, str]:
     for index, layer in enumerate(next(iter(found.values())).layers):
         table.add_row(str(layer), *(f"{column[index]:.4f}" for column in columns))
     return table, (
-        "||h_full - h|| / ||h_full|| of the last token's final hidden state, where after the layer "
-        f"{100 * analysis.settings.tsp_rate:g}% of the tokens go on (propagation), or the prefill "
-        "starts again on as many (restart)."
+        "||h_full - h|| / ||h_full|| of the last token's final hidden state, if "
+        f"{100 * analysis.settings.tsp_rate:g}% of the tokens go on after the layer "
+        "(propagation), or if the prefill restarts on as many (restart)."
     )
 
 

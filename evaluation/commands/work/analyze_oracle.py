@@ -21,7 +21,7 @@ from kvpolicy.evaluation.commands.work.terminal import load_shown, progress_bar,
 from kvpolicy.interfaces import Scorer
 from kvpolicy.registry import check_names, name_of, registered
 
-# Of layers, beside a scorer's name, so that a table fits 80 columns.
+# Number of layers beside a scorer's name, so that a table fits 80 columns.
 MAX_COLUMNS = 8
 
 
@@ -71,13 +71,14 @@ def show(study: OracleStudy) -> None:
         console.print()
     count, kernel = len(study.lengths), study.settings.kernel_size
     console.print(
-        "The truth: the attention that the answer with full context gives each token, in the "
-        f"layer and head that give it most, mean over the answer's tokens, pooled over {kernel}. "
-        "rho: Spearman's correlation of a scorer's saliency at a layer with it, all heads "
-        f"together. found: of the truth's top {share}% of the tokens, the share in the scorer's "
-        f"top {share}% ({share}% by chance). Means over {count} prompt{'s' * (count > 1)} of "
-        f"{_span(study.lengths)} tokens with answers of {_span(study.answers)}; the last "
-        f"{study.settings.analysis.window_size} tokens are not ranked.",
+        "Reference: the attention that the answer with full context gives each token, in the "
+        "layer and head that give it most, averaged over the answer's tokens, pooled over "
+        f"{kernel}. rho: Spearman's correlation of a scorer's saliency at a layer, over all "
+        f"heads, with the reference. found: share of the reference's top {share}% of tokens that "
+        f"are also in the scorer's top {share}% ({share}% by chance). Means over {count} "
+        f"prompt{'s' * (count > 1)} of {_span(study.lengths)} tokens with answers of "
+        f"{_span(study.answers)}; the last {study.settings.analysis.window_size} tokens are not "
+        "ranked.",
         style="dim",
     )
     for note in study.notes:

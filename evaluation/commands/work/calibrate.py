@@ -37,7 +37,7 @@ from kvpolicy.evaluation.tasks.prompts import (
 from kvpolicy.policies import FastKV, TokenSelectivePropagation
 
 FILES = ("calibrate.json", "calibrate.png")
-# Parameters of FastKV that its drop has, beside the layer.
+# The parameters of FastKV's drop, except for the layer.
 DROP = ("tsp_rate", "window_size", "kernel_size", "protect")
 
 
@@ -90,7 +90,7 @@ def _drop(options: PrefillOptions) -> dict[str, Any]:
     Raises:
         ValueError: One is given that a drop does not have.
     """
-    evicts = "it measures the drop alone, which evicts no keys and values"
+    evicts = "it measures only the drop, which evicts no keys and values"
     if any(name.replace("-", "_") != "fastkv" for name in options.names):
         options.refuse("calibrate", names="it chooses the layer of fastkv")
     options.refuse("calibrate", rates=evicts, tokens=evicts, parts="it chooses the layer of fastkv")
@@ -100,7 +100,7 @@ def _drop(options: PrefillOptions) -> dict[str, Any]:
                 f"--set must name one of {', '.join(DROP)} in kvpolicy calibrate, got {name}"
             )
     try:
-        # Whatever is kept is no matter here, and must not exceed what goes on.
+        # What is kept does not matter here, but must not exceed what goes on to later layers.
         FastKV(retention_tokens=1, **options.parameters)
     except TypeError as error:
         raise ValueError(str(error)) from error
@@ -119,8 +119,8 @@ def _check(options: CalibrateOptions, tsp_rate: float) -> None:
         read_text(options.prompts, "prompts file")
     elif options.model != NEEDLE:
         raise ValueError(
-            f"--prompts-file must be given with --model {options.model}: the needle task is in the "
-            "bundled model's own tokens"
+            f"--prompts-file must be given with --model {options.model}, since the needle task "
+            "uses the bundled model's own tokens"
         )
 
 

@@ -31,12 +31,17 @@ def run_check(options: CheckOptions) -> None:
     for kind, count in found.kind_counts.items():
         console.print(f"  {count} layer{'s' * (count != 1)} of {kind}")
     for name, finding in found.findings.items():
-        said = f"off by {finding.error:.1e}, where what is not seen is worth {finding.effect:.1e}"
+        said = (
+            f"off by {finding.error:.1e}; the hidden tokens change the logits by "
+            f"{finding.effect:.1e}"
+        )
         console.print(f"  self-check, {name}: {said if finding.reason is None else 'failed'}")
     if not found.shows_queries:
-        console.print("  attention shows no queries: policies that look at them cannot be applied")
+        console.print("  attention shows no queries: policies that read queries cannot be applied")
     if not found.pads:
-        console.print("  rows must not be padded: the model itself reads them otherwise then")
+        console.print(
+            "  rows must not be padded: the model reads padded rows differently, with any cache"
+        )
     console.print(_table(found, options.context))
     if found.refusal is not None:
         raise typer.Exit(1)
@@ -53,7 +58,7 @@ def _table(found: ModelCheck, context: int) -> Table:
 
 
 def refusal(found: ModelCheck, name: str, context: int) -> str | None:
-    """Return in a sentence why a registered policy cannot be used; None if it can.
+    """Return a sentence on why a registered policy cannot be used; None if it can.
 
     Errors write policies and their parts as Python does. Here they are the name that is registered.
 
@@ -66,6 +71,6 @@ def refusal(found: ModelCheck, name: str, context: int) -> str | None:
     try:
         policy = build(name)
         reason = found.refusal_of(policy, context)
-    except (TypeError, ValueError) as error:  # one of another package may need arguments
+    except (TypeError, ValueError) as error:  # another package's class may need arguments
         reason = str(error)
     return None if reason is None else in_users_words(reason, policy, name)

@@ -80,8 +80,8 @@ def _scorer(options: CompressOptions) -> PromptScorer:
     for option, value in (("--look-ahead", options.look_ahead), ("--kernel-size", options.pool)):
         if value is not None:
             raise ValueError(
-                f"{option} must not be given with --scorer or --filter-layer, which decode "
-                f"nothing, got {value}"
+                f"{option} must not be given with --scorer or --filter-layer, which generate no "
+                f"answer, got {value}"
             )
     if options.scorer is None:
         return FilterLayerScorer(filter_layer=options.filter_layer)
@@ -90,10 +90,10 @@ def _scorer(options: CompressOptions) -> PromptScorer:
 
 
 def _prompt(prompt_file: Path | None, chat_file: Path | None) -> tuple[Any, dict[str, Any]]:
-    """Read the prompt, and the request body's other fields if it came in one."""
+    """Read the prompt; if it came in a request body, also return the body's other fields."""
     if (prompt_file is None) == (chat_file is None):
         got = "neither" if prompt_file is None else "both"
-        raise ValueError(f"one of --prompt-file and --chat-file must be given, got {got}")
+        raise ValueError(f"exactly one of --prompt-file and --chat-file must be given, got {got}")
     if prompt_file is not None:
         return read_prompt(prompt_file), {}
     assert chat_file is not None
@@ -101,7 +101,8 @@ def _prompt(prompt_file: Path | None, chat_file: Path | None) -> tuple[Any, dict
         given = json.loads(read_text(chat_file, "chat file"))
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"chat file {chat_file} must be JSON, got none: {error.msg} at line {error.lineno}"
+            f"chat file {chat_file} must be JSON, got something else: {error.msg} at line "
+            f"{error.lineno}"
         ) from None
     body = given if isinstance(given, dict) else {"messages": given}
     if not isinstance(body.get("messages"), list):
@@ -111,7 +112,7 @@ def _prompt(prompt_file: Path | None, chat_file: Path | None) -> tuple[Any, dict
         )
     try:
         read_messages(body["messages"])
-    except TypeError as error:  # in a file it is the user's words that are wrong
+    except TypeError as error:  # the mistake is in the user's file
         raise ValueError(f"chat file {chat_file}: {error}") from None
     return body["messages"], {key: value for key, value in body.items() if key != "messages"}
 

@@ -34,15 +34,15 @@ from kvpolicy.evaluation.cost.shapes import load_config, load_shape
 from kvpolicy.evaluation.models import DTYPES
 from kvpolicy.evaluation.results import as_json, check_file, write_all
 
-# The paper's.
+# The paper's rates.
 PAPER_RATES = (0.1, 0.2)
-# Of more acting layers than these a note says nothing.
+# Notes name at most this many layers.
 MAX_NAMED = 4
 LEGEND = (
-    "compute: layer-tokens of the prefill, % of a full one (the paper's figure).",
+    "compute: layer-tokens of the prefill, % of a full prefill (the papers' figure).",
     "FLOP: 2 per multiply-add; linear layers, causal attention (half the square),",
-    "output head for the last token. allowed: full context's FLOP over the policy's.",
-    "kept: tokens per layer after prefill, mean. KV: their bytes, % of a full cache.",
+    "output head for the last token. allowed: full context's FLOP / the policy's.",
+    "kept: mean tokens per layer after prefill. KV: their bytes, % of a full cache.",
 )
 
 
@@ -59,7 +59,7 @@ def run_estimate(options: EstimateOptions) -> None:
     chosen = chosen_variants(unbounded, PAPER_RATES)
     shape = load_shape(config)
     found = [count(each.policy, shape, context, dtype=dtype) for each in chosen]
-    # Before anything is printed: whether the model can be run without numbers, and its weights.
+    # Before anything is printed, check that the model can run without weights, and count these.
     model = None
     if asked is not None:
         model = ModelMemory(load_config(config), config, dtype, asked.attention)
@@ -173,8 +173,8 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
     states = [layer for layer in shape.layers if layer.state_elements]
     if states:
         notes.append(
-            f"{len(states)} of {shape.num_layers} layers hold a state, which no policy cuts; "
-            "behind a drop they read the tokens that went on."
+            f"{len(states)} of {shape.num_layers} layers hold a state, which no policy shrinks; "
+            "after a drop they read only the tokens that are left."
         )
     notes += [f"{COMPOSITION}: {each.policy}." for each in chosen if each.name == COMPOSITION]
     for name in dict.fromkeys(each.name for each in chosen):
@@ -189,18 +189,18 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
     by_content = [each for each in chosen if each.policy.propagation.decides_by_content]
     for name in dict.fromkeys(each.name for each in by_content):
         notes.append(
-            f"{name} decides by content how many tokens go on: what it computes is known once a "
-            "prompt is read, and what it keeps is at most what is shown."
+            f"{name} decides by the prompt's content how many tokens go on: its compute is known "
+            "only after a prompt is read, and the kept tokens shown here are the maximum."
         )
     for each in chosen:
         rate = each.retention_rate
         if rate is not None and each.parameters.get("tsp_rate") == rate:
             notes.append(
-                f"{each.label}: tsp_rate is {rate:g}, since layers after the drop "
-                "cannot keep more than reaches them."
+                f"{each.label}: tsp_rate is {rate:g}, since layers after the drop cannot keep "
+                "more tokens than reach them."
             )
     readers = dict.fromkeys(each.name for each in chosen if each.policy.num_queries is None)
-    most = f"; it costs most where all queries are asked for: {', '.join(readers)}"
+    most = f"; it costs most under policies that read all queries: {', '.join(readers)}"
     notes.append(f"Scoring is not counted{most if readers else ''}.")
     return notes
 
@@ -217,20 +217,23 @@ def _window_notes(shape: ModelShape, context: int, chosen: Sequence[Variant]) ->
         return []
     first = shape.layers[short[0]]
     notes = [
-        f"{len(short)} of {shape.num_layers} layers have "
-        f"{'chunks' if first.chunked else 'a sliding window'} of {first.window:,} tokens and keep "
-        f"{'those of the last' if first.chunked else 'that'}, whatever the policy."
+        f"{len(short)} of {shape.num_layers} layers see only "
+        f"{'chunks' if first.chunked else 'a sliding window'} of {first.window:,} tokens, and "
+        f"keep {'the last chunk' if first.chunked else 'this window'} under every policy."
     ]
     seeing = [str(i) for i in shape.eligible if i not in short]
     for name in dict.fromkeys(each.name for each in chosen):
         propagation = next(each.policy.propagation for each in chosen if each.name == name)
         acting = propagation.acting_layers(shape.num_layers)
         if propagation.restarts and acting:
-            notes.append(f"{name} restarts, which PolicyCache refuses beyond a sliding window.")
+            notes.append(
+                f"{name} restarts the prefill, which PolicyCache refuses for prompts longer than "
+                "a sliding window."
+            )
         elif not acting.isdisjoint(short):
             notes.append(
                 f"{name} drops tokens after layers with a sliding window, which PolicyCache "
-                f"refuses; layers that see all: {', '.join(seeing) or 'none'}."
+                f"refuses; layers that see the whole prompt: {', '.join(seeing) or 'none'}."
             )
     return notes
 

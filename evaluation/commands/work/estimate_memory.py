@@ -142,7 +142,7 @@ def _kept(variant: Variant, cost: Estimate) -> int:
 
 def memory_table(found: MemoryFound) -> Table:
     """Return a table of the memory that a prompt and its answer take, several rows per policy."""
-    # By what is held: a peak of whole attention scores would make all else 0.00.
+    # Chosen by the bytes held, since a peak with whole attention scores would show others as 0.00.
     unit, unit_bytes = byte_unit(max(each.session.held for each in found.rows))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("policy", overflow="fold")
@@ -192,15 +192,15 @@ def memory_notes(found: MemoryFound) -> list[str]:
     asked = found.asked
     notes = [
         f"read: the prompt whole, or in chunks of {asked.chunk:,} tokens (prefill_chunk_size).",
-        "answer holds: all of it, or at most so many tokens and those of one interval",
-        "in each layer (decoding).",
+        "answer holds: all tokens of the answer, or at most this many in each layer and",
+        "those since the last eviction (decoding).",
         "read, held, peak: bytes of a session after the prompt, at the answer's end",
-        "(memory for it is had in advance: max_new_tokens), and at most.",
-        "fit: sessions beside the weights, if one works at a time and the others hold",
-        "what they hold: weights + (n - 1) x held + peak <= memory. What a driver takes",
-        "for itself and what an allocator cannot use is not counted.",
-        "In chunks all layers that see the whole prompt hold it until its end,",
-        "whatever the policy keeps: activations shrink, keys do not.",
+        "(buffers grow ahead of time: max_new_tokens), and at its maximum.",
+        "fit: sessions that fit beside the weights, if one computes at a time:",
+        "weights + (n - 1) x held + peak <= memory. Memory of the driver, and",
+        "memory that the allocator cannot use, are not counted.",
+        "In chunks, layers that see the whole prompt hold all of it until its end, under",
+        "every policy: chunks save memory of activations, not of keys.",
     ]
     weights = found.weights
     if weights.method is not None:
@@ -218,7 +218,7 @@ def memory_notes(found: MemoryFound) -> list[str]:
     )
     if staged:
         notes.append(
-            "Of a prompt in chunks, layers behind a drop read what goes on, and hold no more: "
+            "In chunks, layers after a drop read and hold only the tokens that are left: "
             f"{', '.join(staged)}."
         )
     return notes
@@ -229,8 +229,8 @@ def memory_warnings(found: MemoryFound) -> list[str]:
     if found.weights.bytes <= found.asked.memory:
         return []
     return [
-        f"The weights alone, {_text(found.weights.bytes)}, do not fit {_text(found.asked.memory)}: "
-        "no session does."
+        f"The weights alone, {_text(found.weights.bytes)}, exceed {_text(found.asked.memory)}, so "
+        "that no session fits."
     ]
 
 

@@ -41,7 +41,9 @@ def run_eval(options: EvalOptions) -> None:
                 listener=Rows(console),
             )
     except KeyboardInterrupt:
-        console.print(f"what is answered stays in {out}; the same command goes on", style="dim")
+        console.print(
+            f"finished answers stay in {out}; run the same command again to continue", style="dim"
+        )
         raise
     console.print(f"written to {out}; for a page of it: kvpolicy report {out}")
 
@@ -62,6 +64,6 @@ class Rows(Listener):
         score = fmean(each.scores[metric] for each in answers)
         seconds = duration(fmean(each.total_seconds for each in answers))
         samples = f"{len(answers)} sample{'s' * (len(answers) > 1)}, {seconds} each"
-        there = f", {found} of them there before" if found else ""
+        there = f", {found} of them finished before" if found else ""
         self.console.print(f"{cell}: {metric} {score:.3f} of {samples}{there}")
-        self.console.file.flush()  # into a file, too, at once
+        self.console.file.flush()  # flushed, so that a file gets it at once too

@@ -29,7 +29,7 @@ def run_generate(options: GenerateOptions) -> None:
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"seed must be in [0, 2**63), got {options.seed}")
     text = options.prompt if options.prompt_file is None else read_prompt(options.prompt_file)
-    assert text is not None  # one of both is given
+    assert text is not None  # exactly one of the two is given
     loaded = load_shown(options)
     chosen.check_model(loaded.model.config.num_hidden_layers)
     input_ids = encode_prompt(loaded, text, chat=options.chat)

@@ -41,9 +41,10 @@ def run_serve_check(options: ServeCheckOptions) -> None:
     if len(refused) < len(names):
         Console(highlight=False, markup=False).print(table)
         plain_console().print(
-            f"A session: the document, {options.answer:,} tokens of question and answer, in whole "
-            f"blocks of {options.block}.\nSessions on one document share its full blocks; those "
-            f"counted have a document each, in {options.memory / 2**30:.1f} GiB."
+            f"A session: the document and {options.answer:,} tokens of question and answer, in "
+            f"whole blocks of {options.block} tokens.\nSessions on one document share its full "
+            "blocks; the number counted is of sessions with a document each, in "
+            f"{options.memory / 2**30:.1f} GiB."
         )
     for reason in refused:
         plain_console().print(f"not served: {reason}")
@@ -77,6 +78,6 @@ def _numbers(document: ServedDocument, options: ServeCheckOptions) -> tuple[str,
 
 
 def _session_bytes(document: ServedDocument, length: int, options: ServeCheckOptions) -> int:
-    """Return the bytes of the blocks of a session on so many entries."""
+    """Return the bytes of the blocks that a session takes for a number of entries."""
     blocks = -(-(length + options.answer) // options.block)
     return blocks * options.block * document.token_bytes

@@ -55,7 +55,7 @@ def stream(
     config = loaded.model.generation_config
     end = config.eos_token_id
     pad = config.pad_token_id
-    if pad is None:  # never written at one row, but generate asks for it
+    if pad is None:  # not used for one row, but required by generate
         pad = end[0] if isinstance(end, list) else end
     loaded.model.generate(
         input_ids,

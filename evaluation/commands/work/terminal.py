@@ -44,14 +44,14 @@ def progress_bar(console: Console | None = None) -> Iterator[Progress]:
         TimeElapsedColumn(),
     )
     console = console or Console(stderr=True)
-    # Elsewhere than on a terminal all that is left of a bar would be an empty line.
+    # Without a terminal, a bar would leave only an empty line.
     disable = not console.is_terminal
     with Bars(
         *columns,
         console=console,
         transient=True,
         disable=disable,
-        # What goes to another stream must not be drawn into this one.
+        # Output to another stream must not be drawn into this one.
         redirect_stdout=False,
         redirect_stderr=console.stderr,
     ) as bars:
@@ -111,7 +111,7 @@ def load_quietly(name: str, *, dtype: str, device: str) -> Loaded:
     """
     from transformers.utils import logging as transformers_logging
 
-    # Their warnings and bars would run through ours; what fails is raised all the same.
+    # Their warnings and bars would mix with ours; errors are still raised.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

@@ -147,7 +147,7 @@ def without_downloads() -> Iterator[None]:
 
     before, nltk.download = nltk.download, lambda *_, **__: False
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # where it says that it has fetched them
+        with contextlib.redirect_stdout(io.StringIO()):  # the harness logs its downloads
             yield
     finally:
         nltk.download = before

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvpolicy.evaluation.tasks.prompts import read_text
 
-# Behind a full stop and its quotes, where white space and no small letter follows.
+# After a full stop and its quotes, if white space and then no small letter follow.
 _END = re.compile("(?:(?<=[.!?])|(?<=[.!?][\"'\u2019\u201d)\\]]))\\s+(?=[^a-z\\s])")
 
 

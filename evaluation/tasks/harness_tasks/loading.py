@@ -20,7 +20,7 @@ from kvpolicy.evaluation.tasks.harness_tasks.documents import (
 )
 
 HARNESS = Path(lm_eval.tasks.__file__).parent
-# The harness has thousands of tasks, which take many seconds to list: these first.
+# Tried first, since listing the harness's thousands of tasks takes many seconds.
 FOLDER = Path(__file__).parents[1]
 FOLDERS = (HARNESS / "ruler", HARNESS / "longbench", FOLDER)
 DEFAULT_LENGTHS = (4096,)
@@ -170,7 +170,7 @@ def _leaves(name: str, manager: TaskManager) -> Iterator[str]:
     entry = manager.task_index[name]
     kind = entry.kind.name
     members = sorted(entry.tags) if kind == "TAG" else (entry.cfg or {}).get("task")
-    # Members with overrides of their own are left to the harness, with their group.
+    # The harness itself loads members with settings of their own, with their group.
     if kind in ("TAG", "GROUP") and all(isinstance(each, str) for each in members or ()):
         for each in members or ():
             yield from _leaves(each, manager)

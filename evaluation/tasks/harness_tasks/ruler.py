@@ -19,7 +19,7 @@ from kvpolicy.evaluation.tasks.harness_tasks.essays import has_punkt, read_essay
 from kvpolicy.evaluation.tasks.prompts import read_text
 
 SEED = 42
-# What makes a task's samples, by name; each takes their number.
+# The functions that make a task's samples, by name; each takes the number of samples.
 MAKERS = ("generate_samples", "sys_word_pair_random", "sys_kwext", "sys_vartrack_w_noise_random")
 Rows = list[dict[str, Any]]
 
@@ -78,7 +78,7 @@ class RulerSource:
             self._check_fits(task, names, length)
             changed: dict[str, Any] = {"get_tokenizer": lambda *_, **__: self.tokenizer}
             changed |= {each: self._limited(names[each]) for each in MAKERS if each in names}
-            if "RNG" in names:  # whose state would depend on what was made before
+            if "RNG" in names:  # whose state would depend on earlier samples
                 changed["RNG"] = random.Random(SEED)
             inner: dict[str, Any] = {}
             if "get_haystack" in names:
@@ -136,7 +136,7 @@ class RulerSource:
             smallest = self._count(f"{example}\n{text} {answer}") + 120
         elif "sys_vartrack_w_noise_random" in names:
             example_len = self._count(names["generate_input_output"](5, 1, 4, is_icl=True)[0]) + 30
-            # The example in the prompt has up to 500 tokens, and is made to have nearly as many.
+            # RULER makes the example in the prompt as long as possible, up to 500 tokens.
             smallest = self._count(names["generate_input_output"](10, 1, 4)[0]) + 30 + 500
             if example_len > 0.95 * 500:
                 raise ValueError(

@@ -17,7 +17,7 @@ NEEDLE = (
 QUESTION = "What is the best thing to do in San Francisco?"
 DEPTHS = tuple(percent / 100 for percent in range(0, 101, 10))
 ANSWER_TOKENS = 64  # as in haystack.yaml
-TEMPLATE_TOKENS = 64  # for what the task's template puts around context and question
+TEMPLATE_TOKENS = 64  # for the text that the task's template puts around context and question
 MADE_OF = {"essays": "essays/*.txt", "sentences": "split by kvpolicy"}
 
 
@@ -38,7 +38,7 @@ class Haystack:
 
         Args:
             length: Tokens of prompt and answer together, at most.
-            depth: Where the needle stands, as the fraction of the sentences before it, in [0, 1].
+            depth: Where the needle is, as the fraction of the sentences before it, in [0, 1].
 
         Raises:
             ValueError: The length leaves no room for a sentence, or there are too few essays.
@@ -99,8 +99,8 @@ def haystack_documents(
 
     if tokenizer is None or data is None:
         raise ValueError(
-            "the task haystack needs a tokenizer and data, a folder with essays/*.txt; in the "
-            "harness's own command they are given as --metadata tokenizer=NAME data=DIR"
+            "the task haystack needs a tokenizer and data, a folder with essays/*.txt; give them "
+            "to the harness's own command as --metadata tokenizer=NAME data=DIR"
         )
     sentences = tuple(sentences_of(read_essays(Path(data))))
     haystack = Haystack(sentences, as_tokenizer(tokenizer))

@@ -60,7 +60,7 @@ class LongPrompt:
 class LongAnswerTask:
     """Draws prompts of one kind and length, with long answers of one length.
 
-    Statements stand in random order at random depths, with every division of the filler among the
+    Statements are in random order at random depths, with every division of the filler among the
     gaps equally likely.
 
     Args:
@@ -160,7 +160,7 @@ class LongAnswerTask:
         }
 
 
-# Defaults are made before arguments are checked: what is wrong gets any.
+# Defaults are computed before arguments are checked, so a wrong argument gets any default.
 def _default_statements(task: LongAnswerTask) -> int:
     if task.kind not in KINDS or not isinstance(task.context_len, int):
         return 1

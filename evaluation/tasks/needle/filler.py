@@ -8,7 +8,7 @@ from .vocabulary import FILLERS
 
 
 def gaps(rng: random.Random, fillers: int, count: int) -> list[int]:
-    """Divide ``fillers`` filler tokens at random over the gaps around and between segments.
+    """Divide ``fillers`` filler tokens randomly over the gaps around and between segments.
 
     All ways to divide them are equally likely.
 

@@ -51,7 +51,7 @@ class NeedlePrompt:
 class NeedleTask:
     """Draws needle prompts of one length and one number of hops.
 
-    Pairs and links stand in random order at random depths, with every division of the filler among
+    Pairs and links are in random order at random depths, with every division of the filler among
     the gaps equally likely. One-hop prompts hold the same links as two-hop prompts: the two kinds
     differ in the question only, and with the same seed they hide the same pairs in the same places.
     All symbols of a prompt are distinct, apart from a link's target.

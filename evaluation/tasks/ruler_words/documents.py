@@ -100,7 +100,7 @@ def lookup_document(
     if room < 0:
         raise ValueError(f"size must be at least {size - room} tokens for {plan}, got {size}")
     fillers = filler(rng, said, room)
-    # The first sentence of the filler may lack its beginning, so that it begins the document.
+    # The filler's first sentence may lack its beginning, so it comes first in the document.
     return [*fillers[:1], *in_order(rng, [fillers[1:], *groups])], question
 
 

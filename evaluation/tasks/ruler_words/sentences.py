@@ -1,6 +1,6 @@
 """Write a document's sentences: statements that answer questions, and filler.
 
-A sentence is a tuple of words. What is looked up stands directly behind what it is looked up by,
+A sentence is a tuple of words. What is looked up comes directly after what it is looked up by,
 so that one step of an induction head finds it.
 """
 

@@ -115,7 +115,7 @@ def _plan(kind: str, length: int) -> LookupPlan:
 def score(generated: str, outputs: Sequence[str]) -> float:
     """Return the fraction of expected words that a generated text contains, in [0, 1].
 
-    RULER's string match, by whole words: a word of the answer counts wherever it stands.
+    RULER's string match, by whole words: a word of the answer counts wherever it is.
 
     Args:
         generated: the continuation's text.

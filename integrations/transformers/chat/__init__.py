@@ -1,1 +1,1 @@
-"""The parts of a conversation: its text, what is read of it, one turn, its file."""
+"""The parts of a conversation: its template, what was read of it, a turn, its file."""

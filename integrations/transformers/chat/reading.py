@@ -1,4 +1,4 @@
-"""What a conversation has read, and where another text can go on from it."""
+"""Records what a conversation has read, and where its text may change without reading it again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN = 40
 
 @attrs.frozen
 class Mark:
-    """A place where another text may go on: after so many token ids, and as many characters.
+    """A place in a conversation, in token ids and characters, from which another text may continue.
 
     Args:
         ids: Number of ids before it.
@@ -54,7 +54,7 @@ class ChatReading:
     offsets: tuple[Tensor | None, ...] = ()
 
     def until(self, text: str) -> Mark | None:
-        """Return the last mark up to which a text is what was read; None if there is none."""
+        """Return the last mark before which a text equals what was read; None if there is none."""
         for mark in self.marks:
             same = text[: mark.chars] == self.text[: mark.chars] and len(text) > mark.chars
             if same and self._may_return_to(mark):
@@ -72,7 +72,7 @@ class ChatReading:
         return self.cache.get_seq_length() - mark.ids
 
     def has_images(self, images: Sequence[Any]) -> bool:
-        """Return whether the images of a conversation are those that were read."""
+        """True if a conversation's images are those that were read."""
         alike = (
             own is other or (isinstance(own, str) and own == other)
             for own, other in zip(self.images, images, strict=False)
@@ -80,30 +80,33 @@ class ChatReading:
         return len(images) == len(self.images) and all(alike)
 
     def inputs_for(self, count: int) -> dict[str, Tensor]:
-        """Return the further inputs for so many tokens, of which the new ones are text."""
+        """Return the model's other inputs for ``count`` tokens, of which the new ones are text."""
         return {
             name: torch.nn.functional.pad(values, (0, count - values.shape[1]))
             for name, values in self.of_tokens.items()
         }
 
     def copied(self, mark: Mark) -> PolicyCache:
-        """Return a copy of the cache that has read the tokens up to a mark."""
+        """Return a copy of the cache with only the tokens up to a mark."""
         cache = copy.copy(self.cache)
         if self._beyond(mark) > 0:
             cache.crop(-self._beyond(mark))
         return cache
 
     def change(self, text: str, images: Sequence[Any]) -> str:
-        """Say in what a conversation differs from what was read."""
+        """Describe how a conversation differs from what was read, for a warning."""
         if not self.has_images(images):
-            return "its images are others, which are read in one prompt with all before them"
+            return (
+                "its images have changed, and images are read in one prompt with all that comes "
+                "before them"
+            )
         same = common_len(self.text, text)
         was, now = (each[same : same + SHOWN] for each in (self.text, text))
-        return f"from character {same} on it was {was!r} and is {now!r}"
+        return f"its text has changed from character {same} on, from {was!r} to {now!r}"
 
 
 def offsets_of(model: nn.Module) -> tuple[Tensor | None, ...]:
-    """Return by how much positions differ from columns after images, as a model remembers it.
+    """Return how far positions differ from columns after images, as a model has stored it.
 
     Models of images with positions in several axes hold this of their last prompt, as
     ``rope_deltas``, so that it belongs to another conversation when that one was asked.
@@ -112,7 +115,7 @@ def offsets_of(model: nn.Module) -> tuple[Tensor | None, ...]:
 
 
 def set_offsets(model: nn.Module, offsets: tuple[Tensor | None, ...]) -> None:
-    """Give a model again what `offsets_of` returned; None where it returned nothing yet."""
+    """Store in a model what `offsets_of` returned; None if it had stored nothing."""
     for each, own in zip(_rememberers(model), chain(offsets, repeat(None)), strict=False):
         each.rope_deltas = own
 
@@ -122,5 +125,5 @@ def _rememberers(model: nn.Module) -> list[Any]:
 
 
 def per_token(inputs: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Return those inputs of a model that have a number for each of ``count`` tokens."""
+    """Return those inputs of a model that have an entry for each of ``count`` tokens."""
     return {name: each for name, each in inputs.items() if each.shape == (1, count)}

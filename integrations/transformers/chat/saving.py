@@ -1,4 +1,4 @@
-"""Write what a conversation knows beside its cache into the cache's file, and read it."""
+"""Write a conversation's text and settings into the file of its cache, and read them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SavedChat:
         reading: What it has read.
         options: The options of the chat template.
         vocabulary: The fingerprint of the tokenizer.
-        rereadings: How often it was read anew.
+        rereadings: How often it was read again from its start.
     """
 
     messages: list[Message]
@@ -44,7 +44,7 @@ class SavedChat:
     rereadings: int
 
     def packed(self) -> str:
-        """Return all but the cache as JSON.
+        """Return everything except the cache as JSON.
 
         Raises:
             TypeError: The options or a message cannot be written as JSON.
@@ -82,7 +82,7 @@ class SavedChat:
             packed = (file.metadata() or {}).get("conversation")
         if packed is None:
             raise ValueError(
-                f"path must be a file of Conversation.save, got {path}, which holds a cache alone; "
+                f"path must be a file of Conversation.save, got {path}, which holds only a cache; "
                 "use PolicyCache.load"
             )
         try:
@@ -98,7 +98,7 @@ class SavedChat:
         return saved
 
     def check(self) -> None:
-        """Check that the parts fit together.
+        """Check that the loaded parts of a conversation fit together.
 
         Raises:
             ValueError: They do not.
@@ -106,17 +106,19 @@ class SavedChat:
         reading, tokens = self.reading, self.reading.cache._reader.tokens
         ids = torch.tensor(reading.ids, dtype=torch.int64)
         if tokens is None or tokens.batch != 1 or tokens.seen > len(ids):
-            raise ValueError("ids must be those of the cache's one row, and what follows")
+            raise ValueError(
+                "ids must hold at least the tokens of the cache, which must have one row"
+            )
         if tokens.first_unlike(ids[None]) is not None:
-            raise ValueError("ids must begin with those that the cache has read")
+            raise ValueError("ids must begin with the tokens that the cache has read")
         for mark in reading.marks:
             if not (0 < mark.ids <= len(ids) and 0 <= mark.chars <= len(reading.text)):
-                raise ValueError(f"marks must be places in ids and text, got {mark}")
+                raise ValueError(f"marks must lie within ids and text, got {mark}")
         for message in self.messages:
             if not isinstance(message["role"], str):
                 raise ValueError(f"messages must have roles, got {message!r:.80}")
         if not isinstance(self.options, dict) or not isinstance(self.rereadings, int):
-            raise ValueError("options and rereadings must be a mapping and a number")
+            raise ValueError("options must be a mapping and rereadings a number")
 
 
 def _rebuilt(found: Mapping[str, Any], cache: PolicyCache) -> SavedChat:
@@ -144,10 +146,10 @@ def _dumped(name: str, value: Any) -> str:
     try:
         return json.dumps(value, default=_as_json)
     except (TypeError, ValueError) as error:
-        remedy = "; pass tools as transformers.utils.get_json_schema makes them"
+        remedy = "; make tools with transformers.utils.get_json_schema"
         raise TypeError(
-            f"{name} must be made of texts, numbers, lists and mappings to be saved, or images of "
-            f"PIL, got {error}{remedy if name == 'template_options' else ''}"
+            f"{name} must consist of texts, numbers, lists, mappings or PIL images to be saved, "
+            f"got {error}{remedy if name == 'template_options' else ''}"
         ) from error
 
 

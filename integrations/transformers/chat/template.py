@@ -1,4 +1,4 @@
-"""Render a conversation by its tokenizer's chat template, and encode what is new of it."""
+"""Turn a conversation into text by its chat template, and encode the new part."""
 
 from __future__ import annotations
 
@@ -48,11 +48,13 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None) -> None:
         options = {} if options is None else options
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-            raise TypeError(f"template_options must be a mapping of names, got {options!r}")
+            raise TypeError(
+                f"template_options must be a mapping with names as keys, got {options!r}"
+            )
         for name in sorted(OWN_OPTIONS & options.keys()):
             raise ValueError(
-                f"template_options must not name {name}, which follows from the conversation, got "
-                f"{options[name]!r}"
+                f"template_options must not contain {name}, which the conversation sets itself, "
+                f"got {options[name]!r}"
             )
         own = getattr(tokenizer, "tokenizer", None)
         if not callable(tokenizer) or not hasattr(tokenizer if own is None else own, "decode"):
@@ -71,13 +73,13 @@ class ChatTemplate:
             )
 
     def content_of(self, parts: Sequence[Mapping[str, Any]]) -> Any:
-        """Return a message's content from parts: a text, or for a processor a list of parts."""
+        """Return a message's content: a text, or a list of parts if a processor reads it."""
         if self.processor is not None:
             return [dict(part) for part in parts]
         return "\n\n".join(part["text"] for part in parts)
 
     def render(self, messages: Sequence[Message], *, asks: bool = True) -> str:
-        """Return the text of a conversation.
+        """Return a conversation as text, by the chat template.
 
         Args:
             messages: The conversation.
@@ -103,7 +105,7 @@ class ChatTemplate:
             ) from error
 
     def lasting(self, messages: Sequence[Message], text: str) -> int:
-        """Return how many characters of a conversation's text stay once it is answered.
+        """Return how many of a text's first characters later turns of the conversation repeat.
 
         A template may begin an answer with a text that it leaves out of later turns, as those of
         thinking models do.
@@ -169,7 +171,7 @@ class ChatTemplate:
         return whole[len(lead) :] if whole.startswith(lead) else self.decode(ids)
 
     def message_of(self, answer: Sequence[int], ends: int | Sequence[int] | None) -> Message:
-        """Return an answer as a message.
+        """Return an answer as a message of the conversation.
 
         Args:
             answer: Its token ids.
@@ -181,13 +183,13 @@ class ChatTemplate:
         return {"role": "assistant", "content": self.content_of([part])}
 
     def fingerprint(self) -> str:
-        """Return a digest of the tokenizer's vocabulary."""
+        """Return a hash of the tokenizer's vocabulary."""
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
 def common_len(text: str, other: str) -> int:
-    """Return with how many characters both texts begin.
+    """Return the length of the common beginning of two texts.
 
     Example:
         >>> common_len("to be", "to go")
@@ -198,7 +200,7 @@ def common_len(text: str, other: str) -> int:
 
 
 def images_of(messages: Sequence[Message]) -> list[Any]:
-    """Return the images in a conversation, or where they are to be found, in order."""
+    """Return the images of a conversation, or their addresses, in order."""
     return [
         next((part[name] for name in IMAGE_FIELDS if name in part), None)
         for message in messages
@@ -227,7 +229,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _without_images(message: Message) -> Message:
-    """Return a message with only the places of its images."""
+    """Return a message with placeholders instead of its images."""
     if not any(map(_is_image, _parts(message))):
         return message
     parts = [{"type": "image"} if _is_image(part) else part for part in _parts(message)]

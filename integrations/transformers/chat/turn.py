@@ -35,7 +35,7 @@ UNSET_LENGTHS = (None, 20)
 
 @attrs.frozen(eq=False)
 class ChatTurn:
-    """A turn of a conversation that is to be read and answered.
+    """A turn of a conversation: the text to read and its answer.
 
     Args:
         cache: A cache of its own, into which it is read.
@@ -59,7 +59,7 @@ class ChatTurn:
     def answer(
         self, model: Any, config: GenerationConfig, generation: Mapping[str, Any]
     ) -> list[int]:
-        """Read the turn, and return the ids of the answer.
+        """Read the turn into the cache; return the token ids of the answer.
 
         Args:
             model: The model.
@@ -95,7 +95,7 @@ class ChatTurn:
     def answered(
         self, model: Any, template: ChatTemplate, answer: list[int], beams: int | None
     ) -> ChatReading:
-        """Return what has been read after the answer."""
+        """Return the record of what was read, answer included."""
         cache, count, most = self.cache, len(self.ids), len(self.ids) + len(answer)
         if (beams or 1) > 1:  # the rows are those of the last step, not of the answer
             cache.batch_select_indices(torch.tensor([0], device=model.device))
@@ -116,7 +116,7 @@ class ChatTurn:
 
 
 def complete(model: Any, tokenizer: Any, generation: dict[str, Any]) -> GenerationConfig:
-    """Add to the arguments of `generate` what a chat needs, and return the settings of the call."""
+    """Add what a chat needs to the arguments of `generate`; return the generation settings."""
     config = effective_config(model, (), generation)
     if config.max_new_tokens is None and config.max_length in UNSET_LENGTHS:
         generation["max_new_tokens"] = ANSWER_LEN
@@ -129,7 +129,7 @@ def complete(model: Any, tokenizer: Any, generation: dict[str, Any]) -> Generati
 
 
 def check_beams(model: Any, cache: PolicyCache, generation: Mapping[str, Any]) -> None:
-    """Check that an answer's beams can be taken back from a cache.
+    """Check that beam search is possible: answers can be removed from the cache.
 
     Raises:
         TypeError: See `beams_of`.
@@ -140,13 +140,13 @@ def check_beams(model: Any, cache: PolicyCache, generation: Mapping[str, Any]) -
     croppable = all(layer.is_croppable for layer in cache.layers)
     if beams > 1 and (cache.policy.decoding is not None or not croppable):
         raise UnsupportedGenerationError(
-            "num_beams must be 1 in a conversation where answers cannot be taken back, as from "
-            f"recurrent layers or under a policy that evicts while decoding, got {beams}"
+            "num_beams must be 1 in a conversation if answers cannot be removed from the cache, "
+            f"as with recurrent layers or under a policy that evicts while decoding, got {beams}"
         )
 
 
 def check_known(model: Any, ids: list[int]) -> None:
-    """Check that a model knows all token ids.
+    """Check that a model's vocabulary has all token ids.
 
     Raises:
         ValueError: It does not, or there are none.
@@ -155,5 +155,5 @@ def check_known(model: Any, ids: list[int]) -> None:
     if not ids or (rows is not None and max(ids) >= rows):
         made = f"the token {max(ids)}" if ids else "no token"
         raise ValueError(
-            f"tokenizer must be the model's, of {rows} tokens, got one that makes {made}"
+            f"tokenizer must be the model's, which has {rows} tokens, got one that makes {made}"
         )

@@ -21,7 +21,7 @@ from kvpolicy.integrations.transformers.model.both_ways import cuts_of
 
 @attrs.frozen(eq=False)
 class Arriving:
-    """A forward that is about to be read and checked, with its outer call and the cache's state.
+    """A forward whose arguments are about to be checked, with its outer call and the cache's state.
 
     Args:
         model: What is known of the model and of the policy placed on it.
@@ -138,10 +138,10 @@ class Arriving:
         restarts = (self.starts and self.model.restarts) or drops_later
         if arguments.get("position_ids") is None and (needed or restarts):
             raise UnsupportedModelError(
-                f"position_ids must be given with {type(self.model.parts.model).__name__}, "
-                "which counts from a number of its own without them, where rows are padded, a "
-                "policy restarts the prefill, or a prompt of which tokens are dropped comes in "
-                "chunks; give each row's own, as generate does"
+                f"position_ids must be given to {type(self.model.parts.model).__name__}, which "
+                "does not count from 0 without them, if rows are padded, if a policy restarts "
+                "the prefill, or if it drops tokens of a prompt that comes in chunks; give each "
+                "row's own, as generate does"
             )
 
     def check_cache_is_used(self, arguments: dict[str, Any]) -> None:

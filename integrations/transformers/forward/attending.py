@@ -26,12 +26,12 @@ from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer, S
 
 
 class LayerAttention:
-    """A preparer of one layer's arguments at a time, which then computes the layer's attention.
+    """Prepares the arguments of one layer at a time, and then computes the layer's attention.
 
     Args:
         call: What the forward asks for.
         made: The pass.
-        at: Its tokens, and where they stand at the current layer.
+        at: Its tokens, and where they are at the current layer.
 
     Attributes:
         inside: Index of the layer whose attention runs; None before the first.

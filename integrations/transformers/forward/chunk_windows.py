@@ -1,4 +1,4 @@
-"""Let layers with a window hold, between the chunks of a long prompt, only what the window sees.
+"""Keep only the tokens in a layer's window between the chunks of a long prompt.
 
 No later token of the prompt sees the others, and at its end the layer forgets them anyway; see
 `WindowSurvivors`. A row that is no longer than the window at the prompt's end, so that the policy
@@ -24,7 +24,7 @@ MIN_WINDOWS = 2
 
 
 class ChunkWindows:
-    """The layers of a pass over a chunk that hold only what their windows see behind the chunk.
+    """The layers with a window in a pass, which hold only the tokens in it after the chunk.
 
     Args:
         at: The pass.
@@ -46,14 +46,14 @@ class ChunkWindows:
         self._narrowed: set[int] = set()
 
     def never_choose(self, index: int) -> bool:
-        """True if the policy cannot choose in a layer at the prompt's end.
+        """True if the policy has nothing to choose in a layer at the prompt's end.
 
         Every row is longer than the layer's window already.
         """
         return index in self.layers and min(self._at.seen_len) > self._windows[index]
 
     def narrow(self, index: int, stored: tuple[Tensor, Tensor], *, one_choice: bool) -> Tensor:
-        """Let a layer hold only what its window sees behind the chunk.
+        """Evict the tokens of a layer that its window no longer sees after the chunk.
 
         Args:
             index: Index of the layer.
@@ -80,7 +80,7 @@ class ChunkWindows:
         observed, carried = layer.observed, layer.observed.carried
         if carried is not None:
             carried = torch.nn.functional.pad(carried, (0, 0, 0, keys.shape[2] - carried.shape[2]))
-        # What is quantised is chosen first: a prompt's own tokens attend to exact keys.
+        # Tokens are chosen before quantisation, since a prompt's own tokens attend to exact keys.
         storage = layer.storage.beside()
         layer.store(
             *stored, positions, kept, carried, room=0, counts=counts, whole=whole, storage=storage
@@ -90,7 +90,7 @@ class ChunkWindows:
         return kept
 
     def _counts(self, window: int) -> tuple[int, ...] | None:
-        """Return how many of its last slots each row holds; None if positions must be read."""
+        """Return how many of the last slots each row keeps; None if positions must be read."""
         at, end = self._at, self._at.tokens.seen
         if at.reach.padded or at.before.acted_ids.shape[1] or not at.counts_held:
             return None
@@ -98,7 +98,7 @@ class ChunkWindows:
         return (count,) * at.before.batch
 
     def finish(self) -> None:
-        """Let the layers count no token as appended: all that they hold counts as kept."""
+        """Mark all tokens in the layers as kept by a choice, none as appended since."""
         tokens = self._at.tokens
         none = tokens.appended[:, :0]
         tokens = attrs.evolve(tokens, appended=none, appended_ids=none)

@@ -62,9 +62,9 @@ def without_gaps(
     if len(unlike):
         row = int(unlike[0])
         raise ValueError(
-            f"select of {policy.selector}, which declares equal_counts, must keep as many tokens "
-            f"of a row in all heads and layers where gaps are closed, got {int(fewest[row])} to "
-            f"{int(most[row])} of row {row}"
+            f"select of {policy.selector}, which declares equal_counts, must keep equally many "
+            f"tokens of a row in all heads and layers if gapless is True, got {int(fewest[row])} "
+            f"to {int(most[row])} in row {row}"
         )
     skipped = tokens.lengths - most
     return attrs.evolve(tokens, skipped=skipped if bool(skipped.any()) else None)

@@ -1,4 +1,4 @@
-"""Let layers keep all of a prompt until every layer was scored, and choose then.
+"""Let layers hold a whole prompt until every layer is scored, and then choose.
 
 This is needed if a selector decides for all layers together, or if the policy reads its prompt
 twice. The keys and values to choose among are held apart from the layer, with an outline of its
@@ -46,7 +46,7 @@ class DeferredKV:
 def choose(
     policy: CachePolicy, layers: list[PolicyLayer], waiting: Mapping[int, DeferredKV]
 ) -> None:
-    """Let all layers whose choice was put off choose the tokens to keep, and store these.
+    """Let all deferred layers choose the tokens to keep, and store these.
 
     Args:
         policy: The policy.

@@ -123,7 +123,7 @@ class ForwardDispatcher:
 
     @property
     def placed(self) -> CachePolicy:
-        """The policy, with the layers it leaves open chosen for the attached model."""
+        """The policy, with its unset layer indices chosen for the attached model."""
         return self.policy if self.facts is None else self.facts.policy
 
     @property
@@ -174,7 +174,7 @@ class ForwardDispatcher:
         self.now = ReadState()
 
     def end_answer(self, *, failed: bool = False) -> None:
-        """End an answer that is decoded into fixed buffers or without hooks, as the model's are.
+        """End the decoding of an answer into fixed buffers or without hooks, if there is one.
 
         Args:
             failed: Whether something failed, so that the last token is forgotten.
@@ -281,7 +281,8 @@ class ForwardDispatcher:
         if not failed and not outer.has_reached:
             raise UnsupportedModelError(
                 f"{type(self._attached.parts.model).__name__} was called with the cache, but did "
-                "not give it to its decoder, so that no policy has acted; call the model inside"
+                "not give it to its decoder, so that no policy has acted; call the inner model "
+                "instead"
             )
 
     # Forwards of the decoder.
@@ -349,9 +350,9 @@ class ForwardDispatcher:
         """Read the prompt in a separate forward; return the draft tokens' arguments after it."""
         if isinstance(arguments.get("attention_mask"), dict):
             raise UnsupportedGenerationError(
-                "assistant_model and prompt_lookup_num_tokens must be None with a model that makes "
-                "masks outside of its decoder, which cannot be cut into those of a prompt and of "
-                "its drafts"
+                "assistant_model and prompt_lookup_num_tokens must be None with a model that "
+                "makes masks outside of its decoder, since these cannot be split into those of a "
+                "prompt and of its drafts"
             )
         seen = self.seen
         prompt = {**span_with_features(arguments, seen, 0, missing), "return_dict": True}
@@ -388,7 +389,7 @@ class ForwardDispatcher:
         return output if first is None else joined_outputs(first, output)
 
     def fail_forward(self) -> None:
-        """Undo a failed forward of the decoder, unless it was refused for its thread."""
+        """Undo a failed forward of the decoder, unless it was refused because of its thread."""
         if self._thread is threading.current_thread():
             self.abandon_forward()
 

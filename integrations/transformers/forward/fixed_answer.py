@@ -60,7 +60,7 @@ class Answered(Protocol):
 
     @property
     def placed(self) -> CachePolicy:
-        """The policy, with the layers it leaves open chosen for the attached model."""
+        """The policy, with its unset layer indices chosen for the attached model."""
 
     @property
     def acts_next(self) -> bool:
@@ -179,7 +179,7 @@ class FixedAnswer:
         assert attachment is not None
         assert tokens is not None
         assert left is not None
-        assert tokens.rows_since is None  # the turn began with an act on all rows
+        assert tokens.rows_since is None  # the turn began in all rows
         parts, decoding = attachment.parts, reader.placed.decoding
         if decoding is not None:
             left -= self.steps % left  # earlier buffers took some of them

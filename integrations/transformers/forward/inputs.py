@@ -149,9 +149,9 @@ def _check_positions(positions: Any, batch: int, new_len: int) -> None:
     shape = positions.shape
     if positions.ndim < 2 or shape[-1] != new_len or shape[-2] not in (1, batch):
         raise ValueError(
-            f"position_ids must be [batch, len] = [{batch}, {new_len}] as the tokens that are "
-            f"read, got {list(shape)}; leave them out, since the cache gives every row its own "
-            "(generate makes them of attention_mask, which then is of another shape)"
+            f"position_ids must be [batch, len] = [{batch}, {new_len}], one for each new token, "
+            f"got {list(shape)}; leave them out, since the cache gives every row its own "
+            "(generate makes them from attention_mask, which then has a wrong shape too)"
         )
 
 
@@ -180,8 +180,8 @@ def _without_mask(arguments: dict[str, Any], seen: SeenTokens, new_len: int) -> 
     if seen.padded:
         raise ValueError(
             "attention_mask must be 0 on the padding that the cache has read, got None (or all "
-            f"ones, for which generate gives None); pass the mask of all {seen.seen} tokens seen "
-            f"and the {new_len} new ones"
+            f"ones, which generate replaces by None); pass the mask of all {seen.seen} tokens "
+            f"seen and the {new_len} new ones"
         )
     valid = torch.ones(seen.batch, new_len, dtype=torch.bool, device=seen.valid.device)
     arguments = _with_positions(arguments, seen, valid)
@@ -230,7 +230,7 @@ def read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenToke
         return seen, None
     if bool((past & ~seen.valid).any()):
         raise ValueError(
-            "attention_mask must be 0 wherever it was when the tokens were read, but it turns "
+            "attention_mask must be 0 wherever it was 0 when the tokens were read, but it turns "
             "padding into tokens; reset() the cache and start again"
         )
     if not starts:
@@ -245,9 +245,10 @@ def read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenToke
     stays_after = (past.flip(1).cumsum(dim=1) > 0).flip(1)
     if bool(gone[:, :prompt_len].any() | (gone & stays_after).any()):
         raise ValueError(
-            "attention_mask must not turn tokens already read into padding, except the last ones "
-            "that were generated since the policy last chose; keep every row's columns where they "
-            "were (do not pad the whole conversation anew) and put padding between the turns"
+            "attention_mask must not turn tokens already read into padding, except tokens at a "
+            "row's end that were generated since the last eviction; keep every row's columns "
+            "where they were (do not pad the whole conversation again) and put padding between "
+            "the turns"
         )
     return seen.with_padding(past)
 

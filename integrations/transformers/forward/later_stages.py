@@ -51,7 +51,7 @@ def stage_pass(
         at_queries,
         stage=piece,
         no_columns=(
-            "a prompt must come in one forward where attention counts columns, as that of layer "
+            "a prompt must come in one forward if attention counts columns, as in layer "
             f"{{index}}, and {policy} drops tokens; leave prefill_chunk_size at None"
         ),
         **more,

@@ -203,9 +203,8 @@ class LayerMasks:
         held = self._layers[index].kept_len and not self._padding_first
         if held and self.windows[index] is not None and not bool(self._reach.valid.all()):
             raise UnsupportedModelError(
-                f"rows must not be padded behind what was read before where layers, as layer "
-                f"{index}, count their window in columns; give rows of one length, or one row at "
-                "a time"
+                "rows must not be padded after earlier turns if layers count their window in "
+                f"columns, as layer {index} does; give rows of one length, or one row at a time"
             )
 
     def own_block(self, kwargs: dict[str, Any]) -> Tensor | None:
@@ -239,14 +238,13 @@ class LayerMasks:
             return
         if in_chunks and kwargs.get("attention_mask") is None:
             raise UnsupportedModelError(
-                "a prompt must come in one forward where all of its tokens see each other, as with "
+                "a prompt must come in one forward if all of its tokens see each other, as in "
                 "PaliGemma without token_type_ids; leave prefill_chunk_size at None"
             )
         if self._reach.padded and self.own_block(kwargs) is None:
             raise UnsupportedModelError(
-                "rows must not be padded where the model sees a prompt both ways without padding "
-                "and one way with it, as PaliGemma without token_type_ids; give rows of one "
-                "length, or one row at a time"
+                "rows must not be padded if padding changes whether tokens see later ones, as in "
+                "PaliGemma without token_type_ids; give rows of one length, or one row at a time"
             )
 
     def own_visibility(

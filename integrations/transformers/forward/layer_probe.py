@@ -6,7 +6,7 @@ the outputs of its heads shows which module takes these outputs.
 
 The channels and the module are found once. The frequencies are found at every forward: the rotary
 embedding that a layer is given is compared with the frequencies that the decoder holds, at the
-tokens' own positions. A layer whose results are not as expected is refused by name.
+tokens' own positions. A layer whose results are not as expected is refused; the error names it.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ class LayerProbe:
         if not parts.shows_queries:
             asked._refuse("some layers call attention functions of their own")
         if rotary and has_axes(parts.config):
-            asked._refuse("its rotary positions have several axes, as those of an image's tokens")
+            asked._refuse("its rotary positions have several axes, as for the tokens of an image")
         if policy.gapless and changes_with_length(parts.config):
             asked._refuse("its rotary frequencies change with the length of what is read")
         if later is not None and later.needs_rotary and policy.propagation.restarts:
-            asked._refuse("behind a restart, keys that are held were turned at other positions")
+            asked._refuse("after a restart, the keys in the cache are rotated to other positions")
         return asked
 
     def check_places(self, tokens: SeenTokens) -> None:
-        """Check that it is known at which rotary positions earlier tokens were read.
+        """Check that the rotary positions of the tokens read earlier are known.
 
         Raises:
             UnsupportedModelError: They are not.
@@ -103,7 +103,7 @@ class LayerProbe:
         if not self.policy.gapless:
             self._refuse("a restart in an earlier turn has read tokens at other positions")
         if self.policy.needs_rotary:  # parts see original positions only
-            self._refuse("keys that are held were turned to positions without gaps")
+            self._refuse("the keys in the cache are rotated to positions without gaps")
 
     def enter(
         self,
@@ -196,16 +196,16 @@ class LayerProbe:
         given = entering.embeddings
         if given is None:
             self._refuse(
-                f"layer {entering.index} is given no rotary embedding: what its keys know of their "
-                "positions is added before, or nothing"
+                f"layer {entering.index} gets no rotary embedding: its keys contain absolute "
+                "positions, or none"
             )
         found = next((of_given for each, of_given in self.known if each is given), None)
         if found is None:
             found = frequencies_of(self.parts.decoder, given, places, valid)
             if found is None:
                 self._refuse(
-                    f"the rotary embedding that layer {entering.index} is given is not that of its "
-                    "tokens' own positions by frequencies that the decoder holds"
+                    f"the rotary embedding that layer {entering.index} gets does not fit its "
+                    "tokens' positions by any frequencies of the decoder"
                 )
             self.known.append((given, found))
         frequencies, scale, form = found
@@ -214,14 +214,16 @@ class LayerProbe:
             return before
         if before is not None and layer.held is not None:
             self._refuse(
-                "its rotary frequencies have changed with the length of the context, and keys that "
-                "are held were turned by others"
+                "its rotary frequencies have changed with the length of the context, and the "
+                "keys in the cache were rotated by others"
             )
 
         channels = self._tried(entering, lambda: _channels(entering, frequencies, scale, form))
         if channels is None:
             entering.check_finite()
-            self._refuse(f"layer {entering.index} does something else with its keys than to turn")
+            self._refuse(
+                f"layer {entering.index} does something else to its keys than rotating them"
+            )
         return RotaryChannels(frequencies, scale, channels.to(frequencies.device))
 
     def _are_those(self, turns: RotaryChannels, frequencies: Tensor, scale: float) -> bool:
@@ -244,12 +246,12 @@ class LayerProbe:
 
     def _refuse(self, reason: str) -> NoReturn:
         wanted = {"a rotary embedding": self.rotary, "an output projection": self.output_weight}
-        remedy = "use parts that do not ask for it"
+        remedy = "use parts that do not need it"
         remedy += ", and gapless=False" if self.policy.gapless else ""
         raise UnsupportedModelError(
-            f"model must have {' and '.join(name for name, asked in wanted.items() if asked)} of "
-            f"which a policy can know, since parts of {self.policy} ask for it, but not so "
-            f"{type(self.parts.model).__name__}: {reason}; {remedy}"
+            f"model must have {' and '.join(name for name, asked in wanted.items() if asked)} "
+            f"that a policy can read, since parts of {self.policy} need it, but "
+            f"{type(self.parts.model).__name__} has none: {reason}; {remedy}"
         )
 
 

@@ -62,7 +62,7 @@ class PassRun:
 
     Attributes:
         made: The pass.
-        at: Its tokens, and where they stand at the current layer.
+        at: Its tokens, and where they are at the current layer.
         tokens: The tokens seen, those of the pass included.
         attention: The attention of its layers.
         attentions: The attention module of each layer; None if a layer has none that can be seen.

@@ -73,15 +73,16 @@ class ReachingTokens:
             axes = [axis for axis in (1, 2) if tuple(hidden.shape[axis - 1 : axis + 1]) == rows]
             if len(axes) != 1:
                 raise UnsupportedModelError(
-                    f"hidden states {list(hidden.shape)} of several streams must show which axes "
-                    f"are the {rows[0]} rows and {rows[1]} tokens; give another number of either"
+                    f"hidden states {list(hidden.shape)} of several streams must have one axis "
+                    f"for the {rows[0]} rows and one for the {rows[1]} tokens that no other axis "
+                    "can be mistaken for; give another number of either"
                 )
             self._streams_axis = axes[0]
         if hidden.ndim == 3 and hidden.shape[1] != self.valid.shape[1]:
             raise UnsupportedModelError(
                 "a decoder must give its layers one hidden state for each token, but "
                 f"{type(module).__name__} gets {hidden.shape[1]} for {self.valid.shape[1]} "
-                "tokens, as where a model puts features of an image before them"
+                "tokens, as if features of an image came before them"
             )
 
     def arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Support scores that depend on the distance of key and query, where tokens have gaps.
+"""Support scores that depend on the distance of key and query, though evicted tokens leave gaps.
 
 Some attention modules ask the cache for the columns of their queries and keys, count on from there
 without gaps, and give their attention function a bias for every pair. Here the cache answers with

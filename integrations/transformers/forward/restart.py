@@ -47,12 +47,11 @@ def choosing_pass(model: ModelFacts, incoming: Incoming, features: AddedFeatures
         ends_inside=layer,
         features=features,
         no_later=(
-            f"no token may see a later one where {propagation} restarts the prefill, but the "
-            "model's mask lets the tokens of an image see each other; use a policy that does not "
-            "restart"
+            f"no token may see a later one if {propagation} restarts the prefill, but the model's "
+            "mask lets the tokens of an image see each other; use a policy that does not restart"
         ),
         no_columns=(
-            f"attention must go by position_ids where {propagation} restarts the prefill at new "
+            f"attention must use position_ids if {propagation} restarts the prefill at new "
             "positions, but that of layer {index} counts columns; use a policy that does not "
             "restart"
         ),
@@ -106,14 +105,14 @@ def check_positions(policy: CachePolicy, incoming: Incoming) -> None:
         return
     why = f"{policy.propagation} restarts the prefill"
     if policy.gapless:
-        why = f"{policy} turns keys to positions without gaps"
+        why = f"{policy} rotates keys to positions without gaps"
     own = incoming.tokens.rotary_positions_of(incoming.new_valid)
     given = given.to(own.device)
     given = given.expand(*given.shape[:-2], *own.shape)  # there may be axes before the rows
     unlike = ((given != own) & incoming.new_valid).nonzero()
     if len(unlike) and given.ndim > 2:
         raise ValueError(
-            f"position_ids must be the same on every axis where {why}, but an image's tokens have "
+            f"position_ids must be the same on every axis if {why}, but an image's tokens have "
             "several; use another policy"
         )
     if len(unlike):
@@ -121,7 +120,7 @@ def check_positions(policy: CachePolicy, incoming: Incoming) -> None:
         skipped = incoming.tokens.skipped
         left_out = 0 if skipped is None else int(skipped[row])
         raise ValueError(
-            f"position_ids must count each row's own tokens from 0 where {why}: "
-            f"{int(own[row, column]) + left_out} for a token of row {row}, "
-            f"got {int(given[row, column]) + left_out}; leave position_ids out"
+            f"position_ids must count each row's own tokens from 0 if {why}: "
+            f"{int(own[row, column]) + left_out} for a token of row {row}, got "
+            f"{int(given[row, column]) + left_out}; leave position_ids out"
         )

@@ -205,9 +205,9 @@ class SecondReading:
         needed = int(places.max()) + 1
         if needed > most:
             raise UnsupportedModelError(
-                f"prompt must leave positions for its second reading in a model that has an "
-                f"embedding of each, {most} in all, but {needed} are needed; give a shorter "
-                f"prompt, or a smaller chunk_size than that of {self.reading}"
+                f"prompt and its second reading must fit into the model's {most} positions, but "
+                f"they need {needed}; give a shorter prompt, or a smaller chunk_size than that of "
+                f"{self.reading}"
             )
 
 
@@ -247,14 +247,14 @@ def check_layers(policy: CachePolicy, layers: list[PolicyLayer]) -> None:
         return
     if again:
         raise UnsupportedModelError(
-            f"rereading of {policy} must be None with a model whose layers share keys, have an "
-            "indexer, attend to images, hold a state beside their keys, or show no queries, as "
-            f"layers {unlike} do: a prompt is not read twice there yet"
+            f"rereading of {policy} must be None with this model, since its layers {unlike} share "
+            "keys, have an indexer, attend to images, hold a state beside their keys, or show no "
+            "queries; a prompt cannot be read twice there yet"
         )
     raise UnsupportedModelError(
-        f"selector of {policy} must choose layer by layer with a model whose layers have an "
-        f"indexer, as layers {unlike} do, of which some follow the choice of an earlier one; use "
-        "another than one that decides together"
+        f"selector of {policy} must choose layer by layer with this model, since its layers "
+        f"{unlike} have an indexer, and some follow the choice of an earlier layer; use a "
+        "selector that does not decide for all layers together"
     )
 
 
@@ -268,7 +268,7 @@ def check_tokens(policy: CachePolicy, incoming: Incoming) -> None:
     known = incoming.ids is not None and not bool(((seen.ids < 0) & seen.valid).any())
     if not known:
         raise UnsupportedGenerationError(
-            "input_ids of the whole context must be known where a policy reads it again, got "
+            "input_ids of the whole context must be known if a policy reads it again, got "
             f"embeddings; give ids, or {remedy}"
         )
     others = (
@@ -278,6 +278,6 @@ def check_tokens(policy: CachePolicy, incoming: Incoming) -> None:
     )
     if any(others):
         raise UnsupportedGenerationError(
-            "prompt must be text where a policy reads it again, got images among it, which ids do "
-            f"not give; {remedy}"
+            "prompt must be only text if a policy reads it again, got images in it, which ids do "
+            f"not contain; {remedy}"
         )

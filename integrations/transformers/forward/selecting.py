@@ -219,9 +219,9 @@ class Select(AtEnd):
         """Store kept keys, rotated to positions without gaps; see `PolicyLayer.store`."""
         if layer.facts.expands:
             raise UnsupportedModelError(
-                f"layer {candidates.context.layer_idx} must hold the keys that it attends to where "
-                f"{at.policy} turns them to positions without gaps, but makes them of what it "
-                "holds; use gapless=False"
+                f"layer {candidates.context.layer_idx} must store the keys that it attends to if "
+                f"{at.policy} rotates them to positions without gaps, but computes them from what "
+                "it stores; use gapless=False"
             )
         assert layer.facts.turns is not None
         slots = torch.arange(kept.shape[2], device=kept.device)
@@ -252,7 +252,7 @@ class Select(AtEnd):
         return attrs.evolve(context, decoding=before)
 
     def _check_numbers(self, at: PassState) -> None:
-        """Check that a tested scorer was given numbers: its saliency is not looked at by itself.
+        """Check that a tested scorer got numbers, since its saliency itself is not checked.
 
         A query or key that is not a number makes what layers make of the last token none.
         """

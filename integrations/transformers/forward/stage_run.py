@@ -69,7 +69,7 @@ class StageRun:
         """
         if hidden.ndim != 3 or own_block is not None:
             raise UnsupportedModelError(
-                "a prompt must come in one forward where tokens see later ones or hidden states "
+                "a prompt must come in one forward if tokens see later ones or hidden states "
                 f"have several streams, and {self._at.policy} drops tokens; leave "
                 "prefill_chunk_size at None"
             )
@@ -87,8 +87,8 @@ class StageRun:
         """
         if any(isinstance(each, Tensor) and each.shape[:2] == hidden.shape[:2] for each in others):
             raise UnsupportedModelError(
-                "a prompt must come in one forward where layers hand on more than hidden states, "
-                f"as layer {index}, and {self._at.policy} drops tokens; leave "
+                "a prompt must come in one forward if layers hand on more than hidden states, as "
+                f"layer {index} does, and {self._at.policy} drops tokens; leave "
                 "prefill_chunk_size at None"
             )
 

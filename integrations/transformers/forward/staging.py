@@ -213,8 +213,8 @@ class StagedPrefill:
         for index, layer in enumerate(self.layers):
             if (why := _why_whole(layer)) is not None:
                 raise UnsupportedModelError(
-                    f"a prompt must come in one forward where a layer {why}, as layer {index} "
-                    f"does, {remedy}"
+                    f"a prompt must come in one forward if a layer {why}, as layer {index} does, "
+                    f"{remedy}"
                 )
         takes = "position_ids" in signature(type(self.call.model.parts.decoder).forward).parameters
         reasons = {
@@ -225,12 +225,12 @@ class StagedPrefill:
         for why, holds in reasons.items():
             if holds:
                 raise UnsupportedModelError(
-                    f"a prompt must come in one forward where the decoder {why}, {remedy}"
+                    f"a prompt must come in one forward if the decoder {why}, {remedy}"
                 )
         if self.call.attended is not None or self.call.records:
             raise UnsupportedGenerationError(
-                "output_attentions and output_hidden_states must be False where a prompt comes in "
-                f"chunks {remedy}, since which tokens they are of is known at its end"
+                "output_attentions and output_hidden_states must be False if a prompt comes in "
+                f"chunks {remedy}, since the tokens to return are known only at the prompt's end"
             )
 
     def _inputs(self, staged: StagedPrompt) -> dict[str, Tensor]:
@@ -251,8 +251,8 @@ class StagedPrefill:
         if staged.inputs and inputs.keys() != staged.inputs[0].keys() - {"position_ids"}:
             before = ", ".join(sorted(staged.inputs[0].keys() - {"position_ids"}))
             raise UnsupportedGenerationError(
-                "chunks of a prompt must be given as all input_ids or all inputs_embeds where "
-                f"{policy} drops tokens, got {', '.join(sorted(inputs))} behind {before}"
+                "chunks of a prompt must be given as all input_ids or all inputs_embeds if "
+                f"{policy} drops tokens, got {', '.join(sorted(inputs))} after {before}"
             )
         positions = arguments.get("position_ids")
         if positions is None:

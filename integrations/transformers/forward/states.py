@@ -21,8 +21,8 @@ def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
     """
     if incoming.moved is not None:
         raise UnsupportedModelError(
-            "attention_mask must not turn tokens already read into padding where layers are "
-            "recurrent, since they cannot be taken back from a state; give every row its answer up "
+            "attention_mask must not turn tokens already read into padding if layers are "
+            "recurrent, since they cannot be removed from a state; give every row its answer up "
             "to the last token, or read rows one at a time"
         )
     valid, started = incoming.new_valid, incoming.tokens.lengths > 0
@@ -31,15 +31,15 @@ def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
     if incoming.padded and bool(between.any()):
         row = int(between.nonzero()[0])
         raise UnsupportedModelError(
-            "padding must stand before all tokens of a row where layers are recurrent, since a "
-            f"state cannot skip it, but row {row} has tokens before its padding; give rows turns "
-            "of one length, or read them one at a time"
+            "padding must come before all tokens of a row if layers are recurrent, since a state "
+            f"cannot skip it, but row {row} has tokens before its padding; give rows turns of one "
+            "length, or read them one at a time"
         )
     if not several and valid.shape[1] > 1 and bool(started.any()):
         raise UnsupportedModelError(
-            f"one token at a time must follow what the cache has read, got {valid.shape[1]}: the "
-            "model's recurrent layers begin anew with several, with any cache; give the whole "
-            "conversation to a new PolicyCache, in one forward"
+            f"one token at a time must follow what the cache has read, got {valid.shape[1]}: if "
+            "the model's recurrent layers read several, they start from an empty state, with any "
+            "cache; give the whole conversation to a new PolicyCache, in one forward"
         )
 
 
@@ -61,8 +61,8 @@ def check_states_skip_nothing(valid: Tensor, started: Tensor) -> None:
         row = int(between.nonzero()[0])
         counts = valid.sum(dim=1).tolist()
         raise UnsupportedModelError(
-            "all rows of a later turn must pass on as many tokens where layers behind are "
+            "all rows of a later turn must pass on equally many tokens if later layers are "
             f"recurrent, since a state cannot skip padding, but row {row} passes on {counts[row]} "
-            f"of up to {max(counts)}; give budgets in tokens, rows of one length in all, or read "
-            "rows one at a time"
+            f"of up to {max(counts)}; give budgets in tokens, rows of equal length in all, or "
+            "read rows one at a time"
         )

@@ -168,7 +168,7 @@ class StaticDecoding:
             self.choice.read(layers, self.steps, seen)
 
     def go_on(self, layers: list[PolicyLayer], tokens: SeenTokens) -> bool:
-        """Continue in the same buffers with the slots that the layers have just kept, if they fit.
+        """Continue in the same buffers with the slots that layers have just kept, if these fit.
 
         Args:
             layers: The layers of the cache, with memory of their own.
@@ -218,8 +218,8 @@ def before_decoder(
         mask = next(iter(mask.values()))
     if mask is None or mask.ndim != 4:
         raise UnsupportedGenerationError(
-            "a PolicyCache with max_new_tokens must not be read by other calls of the model while "
-            "generate decodes into it, got one; use a copy of it, or a cache without max_new_tokens"
+            "a PolicyCache with max_new_tokens must not be read by other calls of the model "
+            "while generate decodes into it; use a copy of it, or a cache without max_new_tokens"
         )
     return (
         None if static.positions is None else (args, {**kwargs, "position_ids": static.positions})

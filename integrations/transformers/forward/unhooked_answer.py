@@ -1,4 +1,4 @@
-"""Decode an answer without hooks on layers, where a token needs nothing of the library.
+"""Decode an answer without hooks on the layers, if no step needs the policy.
 
 The first token of an answer runs with all hooks. If it turns out that they changed nothing (no
 padding, no mask, no window that moves), they are removed until the answer ends, or until layers
@@ -71,7 +71,7 @@ class UnhookedAnswer:
         return reader
 
     def look(self, run: PassRun, given: dict[str, Any]) -> None:
-        """Find out from the first token of an answer if hooks are needed for the next ones.
+        """Find out from an answer's first token whether the next ones need hooks.
 
         Args:
             run: The pass of a forward, which has ended.
@@ -79,12 +79,12 @@ class UnhookedAnswer:
         """
         if self.most is not None and run.made.keys is KeyUse.APPEND and run.at.reach.count == 1:
             self._may_begin = needs_no_hooks(run, given, self.most)
-            evicted = not run.tokens.appended.shape[1]  # layers may hold padding since
+            evicted = not run.tokens.appended.shape[1]  # layers may hold padding afterwards
             if not (self._may_begin or evicted):
-                self.most = None  # no later token does without
+                self.most = None  # later tokens need hooks too
 
     def begin(self) -> None:
-        """Remove the hooks, if `look` has found that the next tokens do not need them."""
+        """Remove the hooks if `look` has found that the next tokens do not need them."""
         may, self._may_begin = self._may_begin, False
         tokens, cache = self._cache.now.tokens, self._cache
         if not may or self.most is None or tokens is None or cache.attachment is None:
@@ -125,7 +125,7 @@ class UnhookedAnswer:
     def _before_model(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Hook of the model: note the token's ids; register all hooks if layers evict next."""
+        """Hook of the model: record the token's ids; restore all hooks if layers evict next."""
         cache = self._cache
         assert cache.attachment is not None
         if kwargs is None or not carries(cache.attachment.cache, args, kwargs):
@@ -149,7 +149,7 @@ class UnhookedAnswer:
 
     @staticmethod
     def _growing(layer: PolicyLayer, module: Any, most: int, seen: int) -> Growing:
-        """Take over what a layer holds, for ``most`` tokens behind ``seen`` columns."""
+        """Wrap a layer's keys and values to append up to ``most`` tokens after ``seen``."""
         held = layer.contents.held
         if layer.contents.padded:
             return GrowingHeads(layer, module)
@@ -175,7 +175,7 @@ class UnhookedAnswer:
         return kept + query_len, seen - kept
 
     def settle(self, *, drops_last: bool = False) -> None:
-        """Bring the layers' contents and the tokens seen up to date with what was written.
+        """Update the layers and the record of seen tokens by the tokens written since.
 
         A token that not every layer has written yet does not count.
 
@@ -213,13 +213,13 @@ class UnhookedAnswer:
             log.give(layer, count, tokens)
 
     def _ids_behind(self, tokens: SeenTokens, count: int) -> Tensor:
-        """Return the ids of the next ``count`` tokens, -1 where they are unknown; forget them."""
+        """Return and forget the ids of the next ``count`` tokens, -1 if unknown."""
         unknown = torch.full((tokens.batch, 1), -1, device=tokens.valid.device)
         ids = [self._ids.pop(tokens.seen + index, unknown) for index in range(count)]
         return torch.cat(ids, dim=1) if ids else unknown[:, :0]
 
     def end(self, *, failed: bool = False) -> None:
-        """Register the hooks again; a token that not every layer has written is forgotten.
+        """Register the hooks again; forget a last token that not every layer has written.
 
         Args:
             failed: Whether something failed. A failure behind the layers leaves no trace, so the
@@ -238,7 +238,7 @@ class UnhookedAnswer:
 
 
 def needs_no_hooks(run: PassRun, given: dict[str, Any], most: int) -> bool:
-    """True if the tokens after a decoded token can be read without hooks on the model.
+    """True if the tokens after this decoded token can be read without hooks on the model.
 
     Args:
         run: The pass that has read the token.
@@ -260,7 +260,7 @@ def needs_no_hooks(run: PassRun, given: dict[str, Any], most: int) -> bool:
 
 
 def _waits_for_queries(run: PassRun) -> bool:
-    """True if nothing is done with a token's queries but to remember them."""
+    """True if a token's queries are at most stored, for a later eviction."""
     decoding = run.call.model.policy.decoding
     if type(run.made.at_queries) is Ignore:
         return True
@@ -272,7 +272,7 @@ def _waits_for_queries(run: PassRun) -> bool:
 
 
 def _grows_alone(index: int, layer: PolicyLayer, attention: LayerAttention) -> bool:
-    """True if all that a layer needs for a token is to append it to what it holds."""
+    """True if a layer only has to append a token to what it holds."""
     contents = layer.contents
     if type(layer) is not PolicyLayer or not layer.facts.shows_queries or contents.held is None:
         return False

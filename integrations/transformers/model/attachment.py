@@ -150,9 +150,9 @@ class LayerHooks(_Hooks):
             return None
         if run.pending is not None:
             raise UnsupportedModelError(
-                f"model must hand the keys of the cache, or what it makes of each of them, to an "
-                f"attention function, but {type(module).__name__} at {self.index} did not; the "
-                "policy saw no queries"
+                "model must give an attention function the keys of the cache, or something "
+                f"computed from each of them, but {type(module).__name__} at {self.index} did "
+                "not; the policy saw no queries"
             )
         return run.leave_layer(self.index, rest[1])
 
@@ -298,8 +298,8 @@ class Attachment(_Hooks):
         if not self.listener.may_drop:
             if arguments.get("labels") is not None and self.listener.may_evict:
                 raise ValueError(
-                    "labels must not be given on a forward where the policy acts, since its "
-                    f"tokens see all before them and the loss is the same without "
+                    "labels must not be given in a forward in which the policy acts: its tokens "
+                    "see all tokens before them, so that the loss is the same as without "
                     f"{self.listener.policy}; read the context first, then score what follows "
                     "with another call of the model and the same cache"
                 )
@@ -312,8 +312,9 @@ class Attachment(_Hooks):
         if any(whole.values()):
             raise ValueError(
                 f"{' and '.join(name for name, given in whole.items() if given)} must not be "
-                f"given for a prompt of which {self.listener.policy} drops tokens, since a dropped "
-                "token has no logits; the logits returned are those of the last tokens that went on"
+                f"given if {self.listener.policy} drops tokens of the prompt, since a dropped "
+                "token has no logits; the logits returned are those of the last tokens, which "
+                "were not dropped"
             )
 
     def before_between(

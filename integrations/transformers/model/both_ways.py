@@ -62,10 +62,10 @@ class Cuts:
         before, behind = self.around(column)
         ends = [f"at column {before}"] if before > seen else []
         ends += [] if behind is None else [f"at column {behind}"]
-        last = " or ".join(ends) if ends else "behind the last of them"
+        last = " or ".join(ends) if ends else "after the last of them"
         return UnsupportedModelError(
-            f"a chunk of a prompt must not end at column {column}, where tokens see later ones, as "
-            f"those of an image see each other; let the chunk end {last}"
+            f"a chunk of a prompt must not end at column {column}, where tokens see later ones, "
+            f"as in an image; let the chunk end {last}"
         )
 
     def check_size(self, size: int, seen: int) -> None:
@@ -91,9 +91,8 @@ class Cuts:
         larger = next((each for each in range(size + 1, end - seen) if cut(each) is None), None)
         more = "" if larger is None else f"{larger}, or "
         raise UnsupportedGenerationError(
-            f"prefill_chunk_size must not be such that a chunk ends at column {column}, where "
-            f"tokens see later ones, as those of an image see each other, got {size}; give {more}"
-            "None"
+            f"prefill_chunk_size must not let a chunk end at column {column}, where tokens see "
+            f"later ones, as in an image, got {size}; give {more}None"
         )
 
 
@@ -129,8 +128,9 @@ def cuts_of(model: Any, arguments: Mapping[str, Any], valid: Tensor, seen: int) 
         ):
             return None
         raise UnsupportedModelError(
-            f"{name} must be given of all columns up to a chunk's end, [batch, {valid.shape[1]}], "
-            f"since {type(model).__name__} reads them by position, got {list(types.shape)}"
+            f"{name} must be given for all columns up to a chunk's end, [batch, "
+            f"{valid.shape[1]}], since {type(model).__name__} reads them by position, got "
+            f"{list(types.shape)}"
         )
     valid = pad(valid, (0, columns - valid.shape[1]), value=True)
     forbidden = torch.zeros(columns + 1, dtype=torch.bool)

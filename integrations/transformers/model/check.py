@@ -112,8 +112,8 @@ class Verdict:
         if policy.propagation.restarts and not self.quirks.pads:
             raise UnsupportedModelError(
                 f"{policy} cannot be applied to this model: it restarts the prefill at positions "
-                "without gaps, but the model counts columns, which is why it reads a padded row "
-                "otherwise than alone, too; use a policy that does not restart"
+                "without gaps, but the model counts columns, and therefore reads padded rows "
+                "differently too; use a policy that does not restart"
             )
         drops = bool(policy.propagation.acting_layers(num_layers))
         for finding in (self.evicting, *([self.dropping] if drops else [])):
@@ -232,7 +232,7 @@ def _with_continuing(
 
 
 def _continues(model: Any, parts: ModelParts, cache: Any) -> bool:
-    """True if a recurrent model gives the same output for a row read in two chunks as in one."""
+    """True if a recurrent model gives the same output for a row in two chunks as in one."""
     decoder: Any = parts.decoder
     first, second = _rows(parts)
     whole = torch.cat([first, second])
@@ -340,17 +340,17 @@ def _of_row(
     reason = None
     if not own <= bound:  # NaN is never small enough
         reason = (
-            f"its self-check found that the model's attention is not what its layers and windows "
-            f"say: off by {own:.2g} where all is visible"
+            "its self-check found that the model's attention differs from what its layers and "
+            f"windows declare: off by {own:.2g} although all tokens are visible"
         )
     elif not error <= bound:
         what = "drops tokens" if cache.propagated else "evicts keys and values"
         padding = cache.get_seq_length() - end
         padded = f", {padding} of padding before them" if padding else ""
         reason = (
-            f"its self-check found wrong logits where a policy {what}: off by {error:.2g} from the "
-            f"model's own dense attention in a row of {prompt} tokens{padded}, where what is not "
-            f"seen is worth {effect:.2g}"
+            f"its self-check found wrong logits under a policy that {what}: off by {error:.2g} "
+            f"from the model's own dense attention in a row of {prompt} tokens{padded}, where the "
+            f"hidden tokens change the logits by {effect:.2g}"
         )
     return Finding(error, effect, reason)
 
@@ -373,7 +373,7 @@ def _rows(parts: ModelParts) -> list[Tensor]:
 
 
 def _places_given() -> bool:
-    """True if the running self-check gives the model position ids."""
+    """True if the self-check passes position ids to the model."""
     quirks = _checking.get()
     return quirks is not None and quirks.placed
 

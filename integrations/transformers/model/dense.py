@@ -162,7 +162,7 @@ def _reading_some(layer: nn.Module, index: int) -> Iterator[None]:
 
 
 def _there(index: int) -> Tensor | None:
-    """Return which tokens reach a layer, ``[len]`` bool; None outside of the self-check."""
+    """Return which tokens reach a layer, ``[len]`` bool; None outside of a self-check."""
     reaching = _reaching.get()
     return None if reaching is None else reaching[index]
 

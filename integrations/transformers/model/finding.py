@@ -50,7 +50,7 @@ def find_decoder(model: Any) -> nn.Module:
 
 
 def _without_layers(model: nn.Module) -> str:
-    """Return why a model is refused in which no list of decoder layers was found."""
+    """Return the error message for a model without a list of decoder layers."""
     if not takes_cache(model):
         return (
             "model must take past_key_values, the cache in which a policy chooses, but "
@@ -167,7 +167,7 @@ def layers_within(decoder: nn.Module) -> list[nn.Module]:
 
 
 def attending_in_turn(decoder: nn.Module) -> list[nn.Module]:
-    """Return a decoder's attention modules in order, if there is one for each of its layers.
+    """Return a decoder's attention modules in order, if every layer has exactly one.
 
     The number of layers is that of the configuration, and the modules must count them from 0.
     """
@@ -250,9 +250,9 @@ def check_holds_states(layer: nn.Module, index: int, attention: nn.Module | None
     """
     if not any(True for _ in stateful_parts(layer, attention)):
         raise UnsupportedModelError(
-            "every recurrent layer must hold its state in the cache, but "
-            f"{type(layer).__name__} at {index} keeps it in the model itself, where calls with "
-            "other caches change it; it can be neither copied nor taken back"
+            f"every recurrent layer must hold its state in the cache, but {type(layer).__name__} "
+            f"at {index} keeps it in the model itself, where calls with other caches change it; "
+            "it can be neither copied nor undone"
         )
 
 

@@ -198,8 +198,8 @@ class Visibility:
         tokens = self.keys >= 0
         if bool((tokens != tokens[:, :1]).any()):
             raise UnsupportedModelError(
-                "heads of a row must hold as many tokens as each other under flash attention, "
-                "which has no mask for each; load the model with attn_implementation='sdpa'"
+                "heads of a row must hold equally many tokens under flash attention, which has "
+                "no mask for each head; load the model with attn_implementation='sdpa'"
             )
         return None if bool(tokens.all()) else tokens[:, 0].long()
 

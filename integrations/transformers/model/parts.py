@@ -237,9 +237,8 @@ class ModelParts:
         by_slot = any(isinstance(kind, Indexed) and kind.blocks for kind in self.kinds)
         if by_slot or not quirks.pads:
             raise UnsupportedModelError(
-                f"rows must not be padded with {type(self.model).__name__}, which reads a padded "
-                "row otherwise than alone, with any cache; give rows of one length, or one row at "
-                "a time"
+                f"rows must not be padded with {type(self.model).__name__}, which reads padded "
+                "rows differently, with any cache; give rows of one length, or one row at a time"
             )
 
     def check_queries(self, policy: CachePolicy) -> None:
@@ -268,12 +267,12 @@ class ModelParts:
         ]
         if short and policy.propagation.restarts:
             raise UnsupportedModelError(
-                f"context must fit the sliding window of every layer where {policy} restarts the "
+                f"context must fit the sliding window of every layer if {policy} restarts the "
                 f"prefill at new positions, {self.windows[short[0]]} tokens, got {context_len}"
             )
         if short and acting and self.implementation in FLASH:
             raise UnsupportedModelError(
-                f"context must fit the sliding window of every layer where {policy} drops tokens "
+                f"context must fit the sliding window of every layer if {policy} drops tokens "
                 f"under flash attention, which measures windows in keys, {self.windows[short[0]]} "
                 f"tokens, got {context_len}; load the model with attn_implementation='sdpa'"
             )
@@ -298,7 +297,7 @@ class ModelParts:
                     " with queries scaled by position" if isinstance(kind, FullAttention) else ""
                 )
                 raise UnsupportedModelError(
-                    f"every layer must have full attention where {policy} turns keys to positions "
+                    f"every layer must have full attention if {policy} rotates keys to positions "
                     f"without gaps, but layer {index} is of the kind {kind.name}{scaled}; use "
                     "gapless=False"
                 )
@@ -317,7 +316,7 @@ class ModelParts:
         cuts = "logits_to_keep" in signature(type(self.decoder).forward).parameters
         if cuts and keep_last not in (None, 1):
             raise UnsupportedModelError(
-                f"logits_to_keep must be 0 or 1 where {policy} drops tokens of a prompt, since "
+                f"logits_to_keep must be 0 or 1 if {policy} drops tokens of a prompt, since "
                 f"{type(self.decoder).__name__} cuts hidden states itself, got {keep_last}"
             )
 
@@ -331,9 +330,9 @@ class ModelParts:
         floor = getattr(self.config, "log_scaling_n_floor", None)
         if rows > 1 and floor is not None and context_len > floor:
             raise UnsupportedModelError(
-                f"a batch must have one row where {policy} drops tokens of a context longer than "
-                f"the model's log_scaling_n_floor, {floor} tokens, got {rows} rows of "
-                f"{context_len}; give one row at a time"
+                f"a batch must have one row if {policy} drops tokens of a context longer than the "
+                f"model's log_scaling_n_floor, {floor} tokens, got {rows} rows of {context_len}; "
+                "give one row at a time"
             )
 
     def _check_acting(self, policy: CachePolicy, acting: frozenset[int]) -> None:
@@ -344,17 +343,17 @@ class ModelParts:
         if acting and not self.passes_on:
             raise UnsupportedModelError(
                 f"{policy.propagation} cannot be applied to {type(self.model).__name__}, whose "
-                "layers attend several times each: no token can leave the prompt between two of "
-                "these times; use a policy that drops no tokens"
+                "layers attend several times each: no token can be dropped in between; use a "
+                "policy that drops no tokens"
             )
         attending = self.attending
         lending = sorted(index for index in acting if self._lends(index))
         if lending and not policy.propagation.restarts:
             others = [index for index in attending if not self._lends(index)]
             raise UnsupportedModelError(
-                f"layers after which {policy.propagation} drops tokens must not lend the slots "
-                f"that an indexer has picked to a later layer, which layers {lending} do; the "
-                f"others: {others}; the nearest is {nearest_layer(lending[0], others)}"
+                f"layers after which {policy.propagation} drops tokens must not pick slots by an "
+                f"indexer for a later layer, which layers {lending} do; the others: {others}; the "
+                f"nearest is {nearest_layer(lending[0], others)}"
             )
         others = sorted(acting - set(attending))
         if others:

@@ -1,4 +1,4 @@
-"""List the shortcuts that forwards of a model may take."""
+"""Define flags for shortcuts in a model's forwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Support layers with an attention function of their own, whose queries cannot be seen.
+"""Support layers with their own attention function, whose queries cannot be observed.
 
 Such layers (in Falcon, GPT-J, GPT-Neo, XGLM and others) call no function of `AttentionInterface`.
 Their keys and values still go through the cache. A policy that needs no queries can choose among
@@ -82,7 +82,7 @@ def column_bias(layer: nn.Module) -> str | None:
     for name in inspect.signature(type(layer).forward).parameters:
         if any(each in name for each in _BIASES):
             return (
-                "scores of attention must not depend on the columns in which keys stand, but "
+                "attention scores must not depend on the columns of keys, but "
                 f"{type(layer).__name__} adds {name} to them"
             )
     return None
@@ -98,14 +98,14 @@ def check_policy(model: nn.Module, policy: CachePolicy) -> None:
     name = type(model).__name__
     if policy.num_queries != 0 or policy.propagation.restarts or policy.rereading is not None:
         looks = policy.num_queries != 0 or policy.rereading is not None
-        asks = "looks at queries" if looks else "restarts the prefill"
+        asks = "reads queries" if looks else "restarts the prefill"
         raise UnsupportedModelError(
             f"{policy} cannot be applied to {name}, whose attention does not go through "
-            f"Transformers' AttentionInterface and shows no queries: it {asks}; use a policy "
-            "without, such as StreamingLLM, KeyNorm or KeyDiff"
+            f"Transformers' AttentionInterface and shows no queries: it {asks}; use a policy that "
+            "does not, such as StreamingLLM, KeyNorm or KeyDiff"
         )
     if (getattr(model, "tp_size", None) or 1) > 1:
         raise UnsupportedModelError(
-            f"{name} must be in one process, since its attention does not show which heads a "
+            f"{name} must run in one process, since its attention does not show which heads a "
             "process computes; load it without tensor parallelism"
         )

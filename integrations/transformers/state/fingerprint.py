@@ -113,7 +113,7 @@ class ModelFingerprint:
             if own.shape != its.shape:
                 return f"{name} was of shape {list(own.shape)}, got {list(its.shape)}"
             if not _same(own, its):
-                return f"the values of {name} are others"
+                return f"the values of {name} differ"
         return None
 
     def is_comparable(self, other: ModelFingerprint) -> bool:
@@ -157,7 +157,7 @@ class ModelFingerprint:
                 for name, shape, dtype, part in zip(names, shapes, dtypes, parts, strict=True)
             }
         except (KeyError, TypeError, ValueError, RuntimeError, RecursionError) as error:
-            raise ValueError(f"model must be the print of one: {error}") from None
+            raise ValueError(f"model must be the fingerprint of a model: {error}") from None
         return ModelFingerprint(read["config"], parameters)
 
 

@@ -90,7 +90,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.contents = attrs.evolve(self.contents, observed=observed)
 
     def loosen(self, slots: Slots) -> None:
-        """Let another object hold the keys and values unsorted until the layer is next read.
+        """Let another object hold the keys and values, unsorted, until the layer is read again.
 
         ``slots`` returns their keys, values and positions in ascending order of position.
         """
@@ -435,7 +435,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Raise an error, since only the cache can tell a prompt from an appended token."""
-        raise NotAttachedError("a PolicyLayer is written through PolicyCache.update, not by itself")
+        raise NotAttachedError("a PolicyLayer is written through PolicyCache.update, not directly")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys the next forward attends to, and how many columns are not stored."""

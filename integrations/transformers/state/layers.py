@@ -1,4 +1,4 @@
-"""Record what the layers of a cache hold, and restore it."""
+"""Record what the layers of a cache hold, and restore it later."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
 
 
 class SideBySideLayer(RecurrentLayer):
-    """A cache layer with keys and values, which a policy evicts, and a state held whole."""
+    """A cache layer with keys and values, which a policy evicts, and a state, which it does not."""
 
     attends = True
 

@@ -67,13 +67,13 @@ def _read_json(metadata: Mapping[str, str], name: str) -> Any:
 def _check_producers(producers: object, query_heads: list[object]) -> None:
     """Check that a file's layers without keys name an earlier layer whose keys they attend to."""
     if not isinstance(producers, dict):
-        raise ValueError(f"producers must be layers by layer, got {producers!r}")
+        raise ValueError(f"producers must map layers to layers, got {producers!r}")
     for layer, producer in producers.items():
         known = layer in map(str, range(len(query_heads))) and query_heads[int(layer)] is None
         earlier = known and type(producer) is int and 0 <= producer < int(layer)
         if not earlier or query_heads[producer] is None:
             raise ValueError(
-                "producers must be earlier layers with keys, by layers without, got "
+                "producers must map layers without keys to earlier layers with keys, got "
                 f"{producer!r} for layer {layer}"
             )
 

@@ -90,7 +90,7 @@ def check_states(
         ValueError: A description or tensor is wrong; the message names it.
     """
     if not isinstance(states, dict) or not all(map(_is_of_layer, states.values())):
-        raise ValueError(f"states must tell numbers and names of states by layer, got {states!r}")
+        raise ValueError(f"states must map layers to numbers and names of states, got {states!r}")
     unlike = [layer for layer in states if layer not in map(str, range(len(query_heads)))]
     if unlike:
         raise ValueError(

@@ -193,8 +193,9 @@ class SavedCache:
             if not torch.equal(lengths - counts, skipped):
                 raise _broken(
                     path,
-                    "tokens.skipped must be how many tokens of each row no head holds, where gaps "
-                    f"are closed, {(lengths - counts).tolist()}, got {skipped.tolist()}",
+                    "tokens.skipped must be the number of each row's tokens that no head holds, "
+                    f"if the policy is gapless, {(lengths - counts).tolist()}, got "
+                    f"{skipped.tolist()}",
                 )
 
     def _built_policy(self, path: str | os.PathLike[str]) -> CachePolicy:

@@ -283,7 +283,7 @@ class Plain(StoredKV):
 
     @property
     def is_at_hand(self) -> bool:
-        """True if the buffers are on the device where attention needs them."""
+        """True if the buffers are already on the device where attention needs them."""
         return self.keys.device == self.device
 
     def _may_write(self, keys: Tensor, values: Tensor) -> bool:

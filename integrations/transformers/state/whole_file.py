@@ -1,4 +1,4 @@
-"""Write a safetensors file whole or not at all."""
+"""Write a safetensors file completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def check_target(path: str | os.PathLike[str]) -> tuple[Path, int]:
-    """Return the regular file to write, behind all links, and the file mode to give it.
+    """Return the regular file to write, with links resolved, and its file mode.
 
     Raises:
         OSError: ``path`` exists and is not a regular file.
@@ -34,7 +34,7 @@ def check_target(path: str | os.PathLike[str]) -> tuple[Path, int]:
 def write_whole(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write a safetensors file; after a crash at any moment it is the old file or the new one.
+    """Write a safetensors file; after a crash, either the old file or the new one is there.
 
     Args:
         path: The file; it is replaced if it exists.

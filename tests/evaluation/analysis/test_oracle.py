@@ -151,8 +151,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--scorer", "last_query"], "--scorer must be given with --oracle"),
-        (["--answer-tokens", "3"], "--answer-tokens must be given with --oracle"),
+        (["--scorer", "last_query"], "--scorer may be given only with --oracle"),
+        (["--answer-tokens", "3"], "--answer-tokens may be given only with --oracle"),
         (["--oracle", "--scorer", "best"], "no scorer is named 'best'; known: accumulated"),
         (["--oracle", "--scorer", "last_query:width=3"], "--scorer last_query:width=3: "),
         (["--oracle", "--kernel-size", "4"], "kernel_size must be odd"),

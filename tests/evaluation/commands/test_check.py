@@ -56,7 +56,7 @@ def test_kinds_and_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_what_cannot_work_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", saved("bloom", tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert all(each.startswith("no: scores of attention must") for each in rows_of(out).values())
+    assert all(each.startswith("no: attention scores must") for each in rows_of(out).values())
 
 
 def test_reasons_name_classes_in_sentences(
@@ -73,7 +73,7 @@ def test_attention_that_shows_no_queries(
 ) -> None:
     assert main(["check", saved("gptj", tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "attention shows no queries: policies that look at them cannot be applied" in out
+    assert "attention shows no queries: policies that read queries cannot be applied" in out
     work = {name for name, each in rows_of(out).items() if each.strip() == "yes"}
     assert work == {
         "full_context",
@@ -101,7 +101,7 @@ def checked(name: str, finding: Finding | None = None, **quirks: bool) -> ModelC
 SAID = {
     "afmoe": (
         "gemfilter",
-        "context must fit the sliding window of every layer where gemfilter restarts the prefill "
+        "context must fit the sliding window of every layer if gemfilter restarts the prefill "
         "at new positions, 16 tokens, got 4096",
     ),
     "ministral": (
@@ -112,21 +112,20 @@ SAID = {
     "longcat_flash": (
         "sliminfer",
         "sliminfer cannot be applied to LongcatFlashForCausalLM, whose layers attend several "
-        "times each: no token can leave the prompt between two of these times; use a policy that "
-        "drops no tokens",
+        "times each: no token can be dropped in between; use a policy that drops no tokens",
     ),
     "nemotron_h": ("pyramidinfer", "layers after which pyramidinfer drops tokens must attend"),
-    "hy_v4": ("pyramidinfer", "must not lend the slots that an indexer has picked"),
+    "hy_v4": ("pyramidinfer", "must not pick slots by an indexer for a later layer"),
     "gemma3n_text": ("sliminfer", "stages must each act after a layer of its own"),
     "codegen": (
         "fastkv",
         "fastkv cannot be applied to CodeGenForCausalLM, whose attention does not go through "
-        "Transformers' AttentionInterface and shows no queries: it looks at queries; use a policy "
-        "without, such as StreamingLLM, KeyNorm or KeyDiff",
+        "Transformers' AttentionInterface and shows no queries: it reads queries; use a policy "
+        "that does not, such as StreamingLLM, KeyNorm or KeyDiff",
     ),
-    "bloom": ("snapkv", "scores of attention must not depend on the columns in which keys stand"),
+    "bloom": ("snapkv", "attention scores must not depend on the columns of keys"),
     "big_bird": ("snapkv", "a layer with an attention function of its own must see the whole"),
-    "deepseek_v4": ("snapkv", "holds its tokens compressed, several to an entry"),
+    "deepseek_v4": ("snapkv", "holds compressed tokens, several to an entry"),
     "falcon_mamba": ("snapkv", "some layer must hold keys and values, but all of them hold a"),
     "hrm_text": ("snapkv", "model must run each of its layers once for a token"),
     "openai-gpt": ("snapkv", "model must take past_key_values"),
@@ -163,12 +162,12 @@ def test_reasons_are_of_the_policy_and_not_of_the_self_checks(
 
 
 def test_what_the_self_check_finds_is_a_sentence() -> None:
-    wrong = Finding(0.5, 1.0, "its self-check found wrong logits where a policy drops tokens")
+    wrong = Finding(0.5, 1.0, "its self-check found wrong logits under a policy that drops tokens")
     found = checked("llama", wrong)
     assert refusal(found, "snapkv", 4096) is None
     assert refusal(found, "fastkv", 4096) == (
-        "fastkv cannot be applied to this model: its self-check found wrong logits where a policy "
-        "drops tokens"
+        "fastkv cannot be applied to this model: its self-check found wrong logits under a policy "
+        "that drops tokens"
     )
     columns = refusal(checked("llama", pads=False), "gemfilter", 4096)
     assert str(columns).startswith("gemfilter cannot be applied to this model: it restarts the")

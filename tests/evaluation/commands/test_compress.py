@@ -119,7 +119,7 @@ def test_requests(run: Run, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (("--rate", 1.5), "rate must be in (0, 1], got 1.5"),
-        (("--rate", 0.2, "--tokens", 90), "at most one of rate and tokens must be given"),
+        (("--rate", 0.2, "--tokens", 90), "at most one of rate and tokens may be given"),
         (("--tokens", 9), "tokens must be at least "),
         (("--filter-layer", 6), "filter_layer must be in [0, 5] for a model of 6 layers, got 6"),
         (
@@ -149,7 +149,7 @@ def test_bad_input(run: Run, arguments: tuple[Any, ...], said: str) -> None:
     ("content", "said"),
     [
         ("", "is empty"),
-        ("{", "must be JSON, got none"),
+        ("{", "must be JSON, got something else"),
         ("3", "must hold a list of messages"),
         ('{"prompt": "x"}', "must hold a list of messages"),
         ('["x"]', "message 1 must be"),

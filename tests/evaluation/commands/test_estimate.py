@@ -50,7 +50,7 @@ def test_the_command_shows_and_writes_the_same_numbers(run: Run, tmp_path: Path)
     for cells, row in zip(rows, data["rows"], strict=True):
         if row["prefill_compute_rate"] is None:  # known once a prompt is read
             assert cells[2:5] == ["-"] * 3
-            assert f"{cells[0]} decides by content" in shown
+            assert f"{cells[0]} decides by the prompt's content" in shown
             continue
         assert cells[2] == f"{100 * row['prefill_compute_rate']:.1f}"
         flops = row["prefill_flops"]
@@ -86,7 +86,7 @@ def test_notes_on_long_prompts_and_on_scoring(run: Run) -> None:
     shown = run("--config", NEMO, "--context", 131073, "-p", "h2o,full_context", "-r", 0.1)[1]
     said = " ".join(shown.split())
     assert "The prompt exceeds the 131,072 positions that the model is made for." in said
-    assert "it costs most where all queries are asked for: h2o." in said
+    assert "it costs most under policies that read all queries: h2o." in said
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_notes_on_long_prompts_and_on_scoring(run: Run) -> None:
         (["--config", LLAMA], 2, "Missing option '--context'"),
         (["--config", LLAMA, "--context", "0"], 2, "Invalid value for '--context'"),
         (["--config", LLAMA, "--rate", "much"], 2, "Invalid value for '--rate'"),
-        (["--config", "gpt-17"], 1, f"preset ({', '.join(PRESETS)}), its name on the"),
+        (["--config", "gpt-17"], 1, f"preset ({', '.join(PRESETS)}), a preset's Hub name"),
         (["--config", "."], 1, "config folder . must hold a config.json, got none"),
         (["--config", LLAMA, "--policies", "nope"], 1, "no policy is named 'nope'; known: "),
         (["--config", LLAMA, "--rate", "0"], 1, "retention_rate must be in (0, 1], got 0.0"),
@@ -132,7 +132,7 @@ def test_the_command_refuses(
 def test_the_command_refuses_files_it_cannot_write(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    for where, said in ((tmp_path, "must be a file, got the folder"), (file / "x", "is none")):
+    for where, said in ((tmp_path, "must be a file, got the folder"), (file / "x", "not a folder")):
         status, out, err = run("--config", LLAMA, "--context", 64, "--json", where)
         assert (status, out) == (1, "")
         assert said in err
@@ -153,13 +153,15 @@ def test_notes_on_sliding_windows(run: Run) -> None:
     shape = ("--config", "google/gemma-3-27b-it", "-r", 0.1)
     told = ("-p", "fastkv,gemfilter,pyramidinfer")
     said = " ".join(run(*shape, "--context", 32768, *told)[1].split())
-    assert "52 of 62 layers have a sliding window of 1,024 tokens and keep that" in said
+    assert "52 of 62 layers see only a sliding window of 1,024 tokens, and keep this window" in said
     assert "fastkv drops tokens after layer 29 of 0 to 61." in said
-    assert "gemfilter restarts, which PolicyCache refuses beyond a sliding window." in said
+    assert (
+        "gemfilter restarts the prefill, which PolicyCache refuses for prompts longer than" in said
+    )
     assert "pyramidinfer drops tokens after layers with a sliding window, which" in said
     assert "fastkv drops tokens after layers" not in said
     told = ("-p", "fastkv", "--set", "tsp_layer=30")
     said = " ".join(run(*shape, "--context", 32768, *told)[1].split())
     assert "fastkv drops tokens after layers with a sliding window" in said
-    assert "layers that see all: 5, 11, 17, 23, 29, 35, 41, 47, 53, 59." in said
+    assert "layers that see the whole prompt: 5, 11, 17, 23, 29, 35, 41, 47, 53, 59." in said
     assert "sliding window" not in run(*shape, "--context", 1024, *told)[1]

@@ -50,7 +50,7 @@ def test_the_command_says_how_many_sessions_fit(run: Run, tmp_path: Path) -> Non
         taken += (each["sessions"] - 1) * session["held_bytes"]
         assert taken <= found["memory"] < taken + session["held_bytes"]
     told = " ".join(shown.split())
-    assert "layers behind a drop read what goes on, and hold no more: fastkv." in told
+    assert "layers after a drop read and hold only the tokens that are left: fastkv." in told
     cells = next(line for line in shown.splitlines() if line.startswith("snapkv        0.1 whole"))
     peak = f"{snap['session']['peak_bytes'] / 1e9:.2f}"
     assert cells.split()[3:] == [
@@ -62,10 +62,10 @@ def test_the_command_says_how_many_sessions_fit(run: Run, tmp_path: Path) -> Non
 def test_weights_that_do_not_fit_are_said_plainly(run: Run) -> None:
     asked = (*ASKED, "-p", "snapkv", "--memory", "16GB")
     _, shown, _ = run(*asked)
-    assert "The weights alone, 16.06 GB, do not fit 16 GB: no session does." in shown
+    assert "The weights alone, 16.06 GB, exceed 16 GB, so that no session fits." in shown
     _, shown, _ = run(*asked, "--weights", "5GB", "--decoding-tokens", 512)
     assert "weights 5 GB" in shown
-    assert "do not fit" not in shown
+    assert "no session fits" not in shown
     assert "512" in shown
 
 
@@ -103,7 +103,7 @@ def test_every_policy_has_its_rows(run: Run, tmp_path: Path) -> None:
     [
         (("--memory", "lots"), "--memory must be a number of bytes such as 80GB, 24GiB or 40e9"),
         (("--memory", "1GB", "--weights", "x"), "--weights must be a number of bytes"),
-        (("--answer-tokens", 5), "--memory must be given with --answer-tokens, got 5 alone"),
+        (("--answer-tokens", 5), "must be given with --answer-tokens, got --answer-tokens 5 alone"),
         (("--decoding-tokens", 5), "--memory must be given with --decoding-tokens"),
         (("--memory", "1GB", "--attention", "fast"), "--attention must be one of sdpa, flash"),
     ],

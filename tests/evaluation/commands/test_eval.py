@@ -105,7 +105,7 @@ def test_from_a_command_line_to_a_page(command: Run, tmp_path: Path) -> None:
     status, said, err = command(*arguments, "--out", out)  # with the folder's own threads
     assert (status, err) == (0, "")
     assert (out / "samples.jsonl").read_bytes() == before
-    assert said.count("each, 2 of them there before") == 12
+    assert said.count("each, 2 of them finished before") == 12
 
     status, said, err = command("report", out)
     assert (status, err) == (0, "")
@@ -139,7 +139,7 @@ def test_goes_on_after_it_was_stopped(
         patch.setattr(HarnessRunner, "answer", stopping)
         status, said, err = command("eval", *ASKED, "--out", tmp_path, "--threads", 1)
     assert (status, err) == (130, "error: interrupted\n")
-    assert f"what is answered stays in {tmp_path}; the same command goes on" in said
+    assert f"finished answers stay in {tmp_path}; run the same command again" in said
     assert len(load(tmp_path).samples) == 3
     status, said, _ = command("report", tmp_path, "--out-file", tmp_path / "half.html")
     assert (status, said.splitlines()[0]) == (0, "3 of 8 samples are finished")

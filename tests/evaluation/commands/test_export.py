@@ -62,7 +62,7 @@ def test_refusals(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "path must be NAME.safetensors" in capsys.readouterr().err
     to = tmp_path / "a.safetensors"
     assert export(folder, "--policy", "adakv", "--to", str(to)) == 1
-    assert "as many tokens in every head" in capsys.readouterr().err
+    assert "equally many tokens in every head" in capsys.readouterr().err
     assert not to.exists()
     missing = ["serve-check", str(tmp_path / "none"), "--model", str(folder / "model")]
     assert main(missing) == 1

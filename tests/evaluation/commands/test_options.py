@@ -277,7 +277,10 @@ def test_estimate_says_what_a_composition_is(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--rate", 0.1), "--rate must not be given to kvpolicy calibrate: it measures the drop"),
+        (
+            ("--rate", 0.1),
+            "--rate must not be given to kvpolicy calibrate: it measures only the drop",
+        ),
         (("--retention-tokens", 9), "--retention-tokens must not be given to kvpolicy calibrate"),
         (
             ("-p", "snapkv"),

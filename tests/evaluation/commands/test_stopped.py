@@ -113,9 +113,9 @@ def test_places_are_tried_first(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("compare -p snapkv,", "--policy must be names with commas between them, got 'snapkv,'"),
-        ("eval --tasks , --out x", "--tasks must be names with commas between them, got ','"),
-        ("eval --tasks a --lengths 1,,2 --out x", "--lengths must be names with commas"),
+        ("compare -p snapkv,", "--policy must be names separated by commas, got 'snapkv,'"),
+        ("eval --tasks , --out x", "--tasks must be names separated by commas, got ','"),
+        ("eval --tasks a --lengths 1,,2 --out x", "--lengths must be names separated by commas"),
         ("compress --prompt-file FILE --rate 0", "rate must be in (0, 1], got 0.0"),
         ("compress --prompt-file FILE --align page", "align must be one of line, word, token"),
         ("compress --prompt-file FILE --rate 1 --tokens 9", "at most one of rate and tokens"),

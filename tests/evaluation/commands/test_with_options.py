@@ -109,7 +109,7 @@ def test_the_command_line_is_checked(arguments: tuple[str, ...], said: str) -> N
 
 
 def test_readers_and_classes_check_too() -> None:
-    with pytest.raises(ValueError, match=r"^--size must be names with commas between them"):
+    with pytest.raises(ValueError, match=r"^--size must be names separated by commas"):
         run("a.txt", "--name", "b", "-s", "p=1,")
     with pytest.raises(ValueError, match=r"^--loud must not be given with --chat$"):
         run("a.txt", "--name", "b", "--loud", "--chat")

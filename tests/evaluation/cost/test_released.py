@@ -230,7 +230,9 @@ def test_without_it_weights_are_in_the_precision_that_is_asked_for(said: object)
 )
 def test_what_is_not_known_names_the_option(said: dict[str, Any]) -> None:
     config = AutoConfig.for_model("llama", **SIZES, quantization_config=said)
-    with pytest.raises(ValueError, match="--weights must be given for tiny, whose configuration"):
+    with pytest.raises(
+        ValueError, match="--weights must be given for tiny, since its configuration"
+    ):
         method_of(config, "tiny")
 
 
@@ -261,8 +263,8 @@ def test_the_command_counts_names_and_asks(run: Run, tmp_path: Path) -> None:
     status, shown, err = run(*asked)
     assert (status, shown) == (1, "")
     assert err == (
-        f"error: --weights must be given for {tmp_path}, whose configuration says that its weights "
-        "are quantised by aqlm and not how many bytes they take; give the size of its files\n"
+        f"error: --weights must be given for {tmp_path}, since its configuration says that aqlm "
+        "quantises the weights, but not how many bytes they take; give the size of its files\n"
     )
     status, shown, err = run(*asked, "--weights", "1MB")
     assert (status, err) == (0, "")
@@ -305,8 +307,8 @@ def test_a_name_on_the_hub_that_the_cache_holds(
         status, shown, err = run("--config", name, "--context", 64)
         assert (status, shown) == (1, "")
         assert err.endswith(
-            f"or a name that the local cache of the Hub holds, got '{name}'; if the Hub has it, "
-            f"get it with: hf download {name} config.json\n"
+            f"or the Hub name of a model in the local cache, got '{name}'; if it is on the Hub, "
+            f"download it with: hf download {name} config.json\n"
         )
 
 

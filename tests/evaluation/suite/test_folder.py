@@ -196,7 +196,10 @@ def test_other_prompts_are_refused(tmp_path: Path) -> None:
 
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
-    with opened(tmp_path, described(StandIn())), pytest.raises(ValueError, match="nobody writes"):
+    with (
+        opened(tmp_path, described(StandIn())),
+        pytest.raises(ValueError, match="no other process writes"),
+    ):
         filled(tmp_path)
     assert len(filled(tmp_path).samples) == ALL
     assert {each.name for each in tmp_path.iterdir()} <= {SAMPLES, SETTINGS, LOCK}
@@ -206,10 +209,10 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
     ("file", "content", "said"),
     [
         (SETTINGS, None, "which has no settings.json"),
-        (SETTINGS, "{}", "no settings of an evaluation"),
+        (SETTINGS, "{}", "not the settings of an evaluation"),
         (SETTINGS, '{"format": 99}', "format must be 1"),
-        (SAMPLES, "{}\n", "samples.jsonl, line 1: no sample"),
-        (SAMPLES, "nothing\n", "samples.jsonl, line 1: no sample"),
+        (SAMPLES, "{}\n", "samples.jsonl, line 1: not a sample"),
+        (SAMPLES, "nothing\n", "samples.jsonl, line 1: not a sample"),
     ],
 )
 def test_what_is_no_folder_of_results(

@@ -152,8 +152,8 @@ def test_a_beginning_that_changes_is_read_anew_and_said(
         text += f"<|start|>user\n{question}<|end|>\n"
         new = f"{2 * turn + 1} messages\n{text}<|start|>assistant\n"
         if turn:
-            said = "read anew, .* from character 0 on it was '1 mess.*' and is '3 mess"
-            with pytest.warns(RereadingWarning, match=said if turn == 1 else "read anew"):
+            said = "read again from its start, .* from character 0 on, from '1 mess.*' to '3 mess"
+            with pytest.warns(RereadingWarning, match=said if turn == 1 else "read again"):
                 answer = conversation.ask(question, **saying(says))
         else:
             answer = conversation.ask(question, **saying(says))

@@ -146,7 +146,7 @@ def test_an_image_in_a_later_turn_is_read_with_all_before(name: str, policy: Cac
     chat.ask("what now?", max_new_tokens=ANSWER)
     first = chat.messages[-1]["content"][0]["text"]
     chat.add_image(image(1))
-    with pytest.warns(RereadingWarning, match="its images are others"):
+    with pytest.warns(RereadingWarning, match="its images have changed"):
         second = chat.ask("what is it?", max_new_tokens=ANSWER)
     assert chat.rereadings == 1
     whole = Whole(name, None if policy == FullContext() else PolicyCache(policy))
@@ -182,5 +182,7 @@ def test_saved_with_its_images(name: str, tmp_path: Path) -> None:
         each["content"] for each in loaded.messages[1:]
     ]
     chat.add_image(torch.ones(3, 4, 4))
-    with pytest.raises(TypeError, match="image must be .* images of PIL, got tensor"):
+    with pytest.raises(
+        TypeError, match="image must consist of .* PIL images to be saved, got tensor"
+    ):
         chat.save(path)

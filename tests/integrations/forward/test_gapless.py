@@ -156,7 +156,9 @@ def test_a_file_says_where_the_next_token_stands(tmp_path: Path) -> None:
         if change is None:
             del tensors["tokens.skipped"]
         save_file(tensors | (change or {}), path, metadata)
-        with pytest.raises(ValueError, match=r"tokens.skipped must be how many .* \[26\], got \["):
+        with pytest.raises(
+            ValueError, match=r"tokens.skipped must be the number .* \[26\], got \["
+        ):
             PolicyCache.load(path)
 
 
@@ -225,22 +227,22 @@ def test_in_half_precision_turning_again_and_again_stays_near() -> None:
 @pytest.mark.parametrize(
     ("match", "parts"),
     [
-        ("unlike numbers of tokens.*AdaptiveHeadSelector", {"selector": AdaptiveHeadSelector()}),
-        ("unlike numbers of tokens.*PyramidSelector", {"selector": PyramidSelector()}),
+        ("different numbers of tokens.*AdaptiveHeadSelector", {"selector": AdaptiveHeadSelector()}),
+        ("different numbers of tokens.*PyramidSelector", {"selector": PyramidSelector()}),
         (
-            "unlike numbers of tokens.*FirstLayersWholeSelector",
+            "different numbers of tokens.*FirstLayersWholeSelector",
             {"selector": FirstLayersWholeSelector()},
         ),
         (
-            "unlike numbers of tokens.*CriticalSelector",
+            "different numbers of tokens.*CriticalSelector",
             {"selector": CriticalSelector(AdaptiveHeadSelector())},
         ),
         ("restarts the prefill", {"propagation": RestartPropagation(window_size=8)}),
         (
-            "decoding must be None where gapless",
+            "decoding must be None if gapless",
             {"decoding": SnapKV(decoding=64).decoding},
         ),
-        ("rereading must be None where gapless", {"rereading": KVzip().rereading}),
+        ("rereading must be None if gapless", {"rereading": KVzip().rereading}),
     ],
 )
 def test_parts_that_do_not_fit(match: str, parts: dict[str, Any]) -> None:
@@ -255,7 +257,7 @@ def test_parts_that_do_not_fit(match: str, parts: dict[str, Any]) -> None:
 
 
 def test_declarations_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="decoding must be None where gapless"):
+    with pytest.raises(ValueError, match="decoding must be None if gapless"):
         StreamingLLM(decoding=64, gapless=True)
     with pytest.raises(TypeError, match="gapless must be a bool, got 1"):
         StreamingLLM(gapless=1)
@@ -268,7 +270,7 @@ def test_declarations_that_do_not_fit() -> None:
         TokenSelectivePropagation(tsp_layer=1, tsp_rate=0.5),
         gapless=True,
     )
-    with pytest.raises(ValueError, match=r"gapless must be False where tokens are dropped.*\[1\]"):
+    with pytest.raises(ValueError, match=r"gapless must be False if tokens are dropped.*\[1\]"):
         dropping.check_model(4)
 
 
@@ -278,12 +280,12 @@ def test_declarations_that_do_not_fit() -> None:
     [
         (
             "mistral_sliding",
-            "full attention where StreamingLLM.* layer 0 is of the kind sliding window",
+            "full attention if StreamingLLM.* layer 0 is of the kind sliding window",
         ),
         ("qwen3_next", "layer 0 is of the kind recurrent"),
         ("deepseek_v3", "layer 0 is of the kind latent attention"),
         ("llama4_text_mixed", "layer 0 is of the kind chunked attention"),
-        ("gpt2", "layer 0 is given no rotary embedding.*gapless=False"),
+        ("gpt2", "layer 0 gets no rotary embedding.*gapless=False"),
         ("qwen2_vl", "its rotary positions have several axes"),
     ],
 )
@@ -315,7 +317,7 @@ def test_counts_that_differ_are_found() -> None:
     model = model_of("llama")
     policy = CachePolicy(WindowMaxPoolScorer(), Unlike(0.5), PassAllPropagation(), gapless=True)
     store = PolicyCache(policy)
-    message = "select of Unlike.* must keep as many tokens .* got 19 to 20 of row 0"
+    message = "select of Unlike.* must keep equally many tokens .* got 19 to 20 in row 0"
     with pytest.raises(ValueError, match=message):
         decode(model, store, prompt(40), 0)
     assert store.get_seq_length() == 0
@@ -327,7 +329,7 @@ def test_positions_of_others() -> None:
     """Positions that a caller gives must be each row's own, in a prompt and behind it."""
     model, store = model_of("llama"), PolicyCache(STREAMING)
     at = torch.arange(60)[None]
-    message = "position_ids must count each row's own tokens from 0 where StreamingLLM.*gapless.*"
+    message = "position_ids must count each row's own tokens from 0 if StreamingLLM.*gapless.*"
     with store.attached(model):
         with pytest.raises(ValueError, match=message + "0 for a token of row 0, got 7"):
             model(prompt(40), past_key_values=store, position_ids=at[:, 7:47])
@@ -349,6 +351,6 @@ def test_parts_that_turn_keys_themselves() -> None:
     decode(model, store, prompt(40), 2)
     before = store.layers[0].keys
     store.start_turn()
-    with pytest.raises(UnsupportedModelError, match="turned to positions without gaps; use parts"):
+    with pytest.raises(UnsupportedModelError, match="rotated to positions without gaps; use parts"):
         decode(model, store, prompt(10), 0)
     assert torch.equal(store.layers[0].keys, before)

@@ -98,8 +98,8 @@ def policy_of(
 WRONG: dict[str, tuple[CachePolicy, str]] = {
     "outside": (policy_of(Wrong(0.3)), r"indices of Wrong.* in \[0, .* got .*1000000000"),
     "unordered": (policy_of(Wrong(0.3, how="unordered")), "must be ascending, unique"),
-    "fewer": (policy_of(Wrong(0.3, how="fewer")), "kept_counts of Wrong.* must be how many"),
-    "wider": (policy_of(Wrong(0.3, how="wider")), "kept_counts of Wrong.* must be how many"),
+    "fewer": (policy_of(Wrong(0.3, how="fewer")), "kept_counts of Wrong.* must return how many"),
+    "wider": (policy_of(Wrong(0.3, how="wider")), "kept_counts of Wrong.* must return how many"),
     "no_number": (policy_of(scorer=NoNumber()), "score of NoNumber.* got NaN at layer 2"),
     "gapless": (policy_of(Wrong(0.3), gapless=True), "indices of Wrong.* must be ascending"),
     # The first layer's mistake comes first, whatever it makes of later ones.

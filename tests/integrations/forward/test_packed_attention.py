@@ -200,7 +200,10 @@ def test_a_layer_that_attends_in_a_way_of_its_own_is_refused(
     with torch.no_grad(), cache.attached(model):
         model(ids, past_key_values=cache)
         monkeypatch.setattr(PassRun, "waits_for", lambda *_, **__: False)
-        with pytest.raises(UnsupportedModelError, match="model must hand the keys of the cache"):
+        with pytest.raises(
+            UnsupportedModelError,
+            match="model must give an attention function the keys of the cache",
+        ):
             model(ids[:, :1], past_key_values=cache)
     monkeypatch.undo()
     assert cache.get_seq_length() == 50

@@ -79,7 +79,7 @@ def test_positions_that_do_not_start_at_0_are_refused() -> None:
     model = tiny_model("llama", seed=1)
     counts = Counts(model)
     cache, ids, at = PolicyCache(GEM), prompt(20), torch.arange(20)[None]
-    message = "position_ids must count each row's own tokens from 0 where RestartPropagation.*"
+    message = "position_ids must count each row's own tokens from 0 if RestartPropagation.*"
     with torch.no_grad(), cache.attached(model):
         with pytest.raises(ValueError, match=message + "0 for a token of row 0, got 7"):
             model(ids, past_key_values=cache, position_ids=at + 7)

@@ -254,7 +254,7 @@ def test_embeddings_are_refused() -> None:
 def test_kinds_of_layers_that_are_refused(name: str) -> None:
     store = PolicyCache(KVzip())
     why = r"rereading of KVzip\(retention_rate=0.3\) must be None"
-    why = "looks at queries" if name == "gptj" else why
+    why = "reads queries" if name == "gptj" else why
     with (
         pytest.raises(ValueError, match=why),
         store.attached(model_of(name)),
@@ -270,7 +270,7 @@ def test_drops_and_restarts_are_refused() -> None:
         rereading=Repetition(),
     )
     with (
-        pytest.raises(ValueError, match="rereading must be None where tokens are dropped"),
+        pytest.raises(ValueError, match="rereading must be None if tokens are dropped"),
         PolicyCache(policy).attached(llama()),
     ):
         pass
@@ -280,6 +280,6 @@ def test_a_model_that_has_no_positions_left() -> None:
     model = FAMILIES["gpt2"].build(seed=1)
     store = PolicyCache(KVzip(0.5))
     ids = torch.tensor([random_tokens(1, 300)])
-    with pytest.raises(ValueError, match="must leave positions for its second reading"):
+    with pytest.raises(ValueError, match="prompt and its second reading must fit into"):
         model.generate(ids, past_key_values=store, max_new_tokens=2, do_sample=False)
     assert store.get_seq_length() == 0

@@ -205,7 +205,7 @@ def test_single_row_with_eager_attention(name: str) -> None:
 def test_unlike_numbers_that_go_on_in_a_later_turn(name: str) -> None:
     """A state would read the padding of the row that passes on fewer."""
     policy, _ = METHODS[name]
-    with pytest.raises(UnsupportedModelError, match="must pass on as many tokens.*but row 1 pass"):
+    with pytest.raises(UnsupportedModelError, match="pass on equally many tokens.*but row 1 pass"):
         run_conversation(model_of(ATTENDING_FIRST), policy, (0, 1), UNLIKE)
 
 

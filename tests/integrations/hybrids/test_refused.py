@@ -68,7 +68,7 @@ def test_tokens_are_not_taken_back(name: str) -> None:
     said, _ = generate(model, cache, ids)
     before = states_of(cache)
     cache.crop(0)
-    with pytest.raises(ValueError, match="tokens_to_remove must be 0 where layers are recurrent"):
+    with pytest.raises(ValueError, match="tokens_to_remove must be 0 if layers are recurrent"):
         cache.crop(-1)
     assert not cache.is_croppable
     assert same(states_of(cache), before)
@@ -219,7 +219,7 @@ def test_the_self_check_notices_states_that_have_read_what_was_dropped(
     monkeypatch.setattr(LayerAttention, "_for_state", backwards)
     found = check_model(model)
     assert found.findings["evicting"].reason is None
-    assert "wrong logits where a policy drops tokens" in str(found.findings["dropping"].reason)
+    assert "wrong logits under a policy that drops tokens" in str(found.findings["dropping"].reason)
 
 
 @pytest.mark.parametrize(

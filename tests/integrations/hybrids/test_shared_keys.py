@@ -76,8 +76,8 @@ def test_a_second_turn_is_that_of_the_models_own_cache(name: str) -> None:
 
 BROKEN = {
     "producers must be JSON": ("producers", "{"),
-    "producers must be layers by layer, got 3": ("producers", "3"),
-    "earlier layers with keys, by layers without, got 2 for layer 3": ("producers", '{"3": 2}'),
+    "producers must map layers to layers, got 3": ("producers", "3"),
+    "layers without keys to earlier layers with keys, got 2 for layer 3": ("producers", '{"3": 2}'),
     "got 0 for layer 1": ("producers", '{"1": 0}'),
     "got -1 for layer 2": ("producers", '{"2": -1}'),
     "got '0' for layer 2": ("producers", '{"2": "0"}'),
@@ -119,7 +119,7 @@ def test_some_logits_of_a_decoder_that_cuts_hidden_states_itself() -> None:
     model, ids = hybrid("gemma4_text_shared"), torch.tensor(ROWS[:1])
     cache = PolicyCache(POLICIES["fastkv"])
     with torch.no_grad(), cache.attached(model):
-        with pytest.raises(UnsupportedModelError, match="logits_to_keep must be 0 or 1 where"):
+        with pytest.raises(UnsupportedModelError, match="logits_to_keep must be 0 or 1 if"):
             model(ids, past_key_values=cache, logits_to_keep=3)
         assert cache.get_seq_length() == 0
         one = model(ids, past_key_values=cache, logits_to_keep=1).logits

@@ -41,9 +41,9 @@ def read(name: str, rows: list[list[int]]) -> tuple[PolicyCache, Tensor]:
 
 BROKEN: dict[str, dict[str, Any]] = {
     "states must be JSON": {"states": "{"},
-    "states must tell numbers and names": {"states": '{"0": 0}'},
-    "states must tell numbers and": {"states": '{"0": {"number": 1, "held": ["conv.1"]}}'},
-    "states must tell numbers": {"states": '{"0": {"number": 1, "held": []}}'},
+    "states must map layers to numbers and names": {"states": '{"0": 0}'},
+    "states must map layers to numbers and": {"states": '{"0": {"number": 1, "held": ["conv.1"]}}'},
+    "states must map layers to numbers": {"states": '{"0": {"number": 1, "held": []}}'},
     "states must be of layers 0 to 3, got layers .'4'": {
         "states": '{"4": {"number": 1, "held": ["conv.0"]}}'
     },
@@ -85,7 +85,7 @@ def test_a_file_without_a_states_layer_is_no_file_of_the_model(tmp_path: Path) -
     kept = {name: each for name, each in tensors.items() if not _is_state(name)}
     save_file(kept, path, metadata)
     cache = PolicyCache.load(path)
-    message = "must hold what layer 0 of the model holds, which is recurrent"
+    message = "must hold what layer 0 of the model holds .kind: recurrent"
     with pytest.raises(ValueError, match=message), cache.attached(hybrid("qwen3_next")):
         pass
 
@@ -100,7 +100,7 @@ def test_a_saved_state_in_another_precision_is_refused(tmp_path: Path) -> None:
     coarse = copy.deepcopy(hybrid("lfm2")).to(torch.bfloat16)
     fine = copy.deepcopy(coarse).to(torch.float32)
     fine.load_state_dict(hybrid("lfm2").state_dict())
-    with pytest.raises(ValueError, match="model must be in the precision"), cache.attached(coarse):
+    with pytest.raises(ValueError, match="model must have the precision"), cache.attached(coarse):
         pass
     with cache.attached(fine):
         pass

@@ -150,7 +150,7 @@ def test_names_of_the_earlier_version(folder: Path, capsys: pytest.CaptureFixtur
     [
         ({"policy": "nothing"}, "no policy is named 'nothing'"),
         ({"policy": "full_context", "retention_rate": 0.1}, "retention_rate must be a parameter"),
-        ({"policy": "snapkv", "scorer": "last_query"}, "policy must be None where parts"),
+        ({"policy": "snapkv", "scorer": "last_query"}, "policy must be None if parts"),
         ({"scorer": "nothing"}, "no scorer is named 'nothing'"),
         ({"question": "before"}, "question must be one of with, later, got 'before'"),
         ({"batch_size": "auto"}, "batch_size must be an int, got auto"),

@@ -138,7 +138,7 @@ def test_flash_attention_in_all_but_the_kernel(
 
 
 def test_flash_attention_cannot_mask_heads(flash_llama: PreTrainedModel) -> None:
-    with pytest.raises(UnsupportedModelError, match="heads of a row must hold as many tokens"):
+    with pytest.raises(UnsupportedModelError, match="heads of a row must hold equally many tokens"):
         run(flash_llama, AdaKV(0.4), padded=False)
 
 

@@ -65,7 +65,7 @@ def test_positions_that_a_model_counts_from_elsewhere() -> None:
     torch.testing.assert_close(more.logits, want.logits[:, -3:], atol=1e-4, rtol=1e-4)
     store.reset()
     with store.attached(model):
-        with pytest.raises(UnsupportedModelError, match="position_ids must be given with Roberta"):
+        with pytest.raises(UnsupportedModelError, match="position_ids must be given to Roberta"):
             model(ids, attention_mask=mask, past_key_values=store)
         places = (mask.cumsum(dim=1) - 1).clamp(min=0)
         given = {"attention_mask": mask, "position_ids": places}

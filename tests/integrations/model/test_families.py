@@ -33,7 +33,7 @@ from tests.families import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE
 from tests.reference.dense import Act
 from tests.reference.family_dense import family_logits
 
-_COLUMNS = "scores of attention must not depend on the columns in which keys stand"
+_COLUMNS = "attention scores must not depend on the columns of keys"
 REFUSED = {
     "bloom": _COLUMNS,
     "falcon_alibi": _COLUMNS,
@@ -155,7 +155,7 @@ def test_every_policy_gives_what_dense_attention_gives(family: str, name: str) -
             generate(model, store)
         return
     if (policy.num_queries != 0 or policy.rereading is not None) and family in UNSEEN:
-        with pytest.raises(UnsupportedModelError, match="shows no queries: it looks at"):
+        with pytest.raises(UnsupportedModelError, match="shows no queries: it reads"):
             generate(model, store)
         return
     if any(windows[layer] for layer in acting) or (any(windows) and name == "gemfilter"):
@@ -166,7 +166,7 @@ def test_every_policy_gives_what_dense_attention_gives(family: str, name: str) -
     if (policy.needs_rotary and family in UNTURNED) or (
         policy.needs_output_weight and family in UNPROJECTED
     ):
-        told = "of which a policy can know|must not turn keys or read output weights"
+        told = "that a policy can read|must not rotate keys or read output weights"
         with pytest.raises(UnsupportedModelError, match=told):
             generate(model, store)
         assert store.get_seq_length() == 0
@@ -280,7 +280,9 @@ def test_an_unknown_family_is_checked_on_itself(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(PolicyLayer, "_hold", unpaired)
     cache = PolicyCache(FastKV())
-    with pytest.raises(UnsupportedModelError, match="found wrong logits where a policy evicts"):
+    with pytest.raises(
+        UnsupportedModelError, match="found wrong logits under a policy that evicts"
+    ):
         generate(other, cache)
     assert cache.get_seq_length() == 0
 

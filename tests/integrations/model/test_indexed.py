@@ -282,7 +282,7 @@ def test_a_file_whose_index_keys_do_not_fit(part: str, tmp_path: Path) -> None:
     without = {each: tensor for each, tensor in found.items() if ".index_" not in each}
     save_file(without, path, metadata)
     loaded = PolicyCache.load(path)
-    message = "must hold what layer 0 of the model holds, which is with an indexer"
+    message = "must hold what layer 0 of the model holds .kind: with an indexer"
     with pytest.raises(ValueError, match=message), loaded.attached(model_of("deepseek_v32")):
         pass
 

@@ -47,7 +47,7 @@ def test_output_weights_are_refused_where_all_heads_share_what_is_stored() -> No
     """Nothing is held of the prompt, and the model reads it as before."""
     store = PolicyCache(METHODS["criticalkv"][0])
     ids = torch.tensor([random_tokens(0, 31)])
-    with pytest.raises(UnsupportedModelError, match="must not turn keys or read output weights"):
+    with pytest.raises(UnsupportedModelError, match="must not rotate keys or read output weights"):
         run_turn(model_of(), store, ids, None, 1)
     assert store.get_seq_length() == 0
     assert store.report().total.held_bytes == 0

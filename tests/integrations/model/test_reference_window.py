@@ -21,8 +21,8 @@ if "unlimited_ocr" not in builds():
     pytest.skip("Transformers has no such model yet", allow_module_level=True)
 REFUSAL = (
     "every layer must see the tokens of an answer as it sees those of a prompt, but layer 0 "
-    r"\(reference window\) sees a first prompt whole and of what follows only a window; use "
-    "Transformers' own cache with this model"
+    r"\(reference window\) sees the whole of a first prompt, but only a window of later "
+    "tokens; use Transformers' own cache with this model"
 )
 IDS = torch.tensor([tokens(0, 47)])
 

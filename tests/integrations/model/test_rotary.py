@@ -301,9 +301,9 @@ def test_half_precision() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("gpt2", "layer 0 is given no rotary embedding"),
+        ("gpt2", "layer 0 gets no rotary embedding"),
         ("falcon", "attention functions of their own"),
-        ("hunyuan_v1_dense", "layer 0 does something else with its keys than to turn"),
+        ("hunyuan_v1_dense", "layer 0 does something else to its keys than rotating them"),
     ],
 )
 def test_what_cannot_be_turned_is_refused(name: str, reason: str) -> None:
@@ -334,7 +334,7 @@ def test_positions_of_the_callers_are_refused() -> None:
     with (
         torch.no_grad(),
         cache.attached(model),
-        pytest.raises(UnsupportedModelError, match="not that of its tokens' own positions"),
+        pytest.raises(UnsupportedModelError, match="does not fit its tokens' positions"),
     ):
         model(ids, position_ids=torch.arange(5, 25)[None], past_key_values=cache)
 
@@ -364,7 +364,7 @@ def test_an_earlier_restart_is_refused() -> None:
         read(model, cache, 1, 10)
     rule = DecodingEviction(TurnedBackScorer(), GQAGroupSelector(retention_tokens=12))
     cache = PolicyCache(attrs.evolve(policy, decoding=rule))
-    with pytest.raises(UnsupportedModelError, match="behind a restart"):
+    with pytest.raises(UnsupportedModelError, match="after a restart"):
         read(model, cache, 0, 30)
 
 
@@ -374,5 +374,5 @@ class TurningSelector(GQAGroupSelector):
 
 def test_selectors_of_what_is_stored_are_refused() -> None:
     policy = CachePolicy(TurnedBackScorer(), TurningSelector(0.5), PassAllPropagation())
-    with pytest.raises(UnsupportedModelError, match="must not turn keys or read output weights"):
+    with pytest.raises(UnsupportedModelError, match="must not rotate keys or read output weights"):
         read(FAMILIES["deepseek_v2"].build(), PolicyCache(policy), 0, 30)

@@ -69,7 +69,7 @@ def test_policies_without_queries_are_right_and_others_refused(name: str) -> Non
             assert outcome == "right", (policy, outcome)
         else:
             assert outcome.startswith("refused: "), (policy, outcome)
-            assert "shows no queries: it looks at queries" in outcome
+            assert "shows no queries: it reads queries" in outcome
     assert verdict.effect > 1e-2
 
 
@@ -125,7 +125,9 @@ def test_policies_that_look_at_queries(policy: str) -> None:
     calls: list[Any] = []
     handle = model.get_input_embeddings().register_forward_pre_hook(lambda *_: calls.append(None))
     for _ in range(2):
-        with pytest.raises(UnsupportedModelError, match="use a policy without, such as Streaming"):
+        with pytest.raises(
+            UnsupportedModelError, match="a policy that does not, such as Streaming"
+        ):
             generate(model, PolicyCache(looking), torch.tensor(ROWS[:1]))
     handle.remove()
     assert not calls
@@ -148,10 +150,10 @@ def test_a_restart_is_refused_with_any_scorer() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("bloom", "columns in which keys stand, but BloomBlock adds alibi"),
-        ("falcon_alibi", "columns in which keys stand, but FalconDecoderLayer adds alibi"),
-        ("mpt", "columns in which keys stand, but MptBlock adds position_bias"),
-        ("cpmant", "columns in which keys stand, but CpmAntTransformerBlock adds position_bias"),
+        ("bloom", "columns of keys, but BloomBlock adds alibi"),
+        ("falcon_alibi", "columns of keys, but FalconDecoderLayer adds alibi"),
+        ("mpt", "columns of keys, but MptBlock adds position_bias"),
+        ("cpmant", "columns of keys, but CpmAntTransformerBlock adds position_bias"),
         ("prophetnet", "but ProphetNetDecoderLayer adds main_relative_position_buckets"),
         ("big_bird", "attention_type is 'block_sparse', which attends to blocks of columns"),
         ("openai-gpt", "must take past_key_values.* but OpenAIGPTModel does not"),

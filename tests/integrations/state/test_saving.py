@@ -225,8 +225,8 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "tokens.valid must be torch.bool of shape": ("tokens.valid", torch.zeros(66).bool()),
     "tokens.appended must be torch.int64": ("tokens.appended", torch.zeros(2, 6).long()),
     r"tokens.ids must be torch.int64 of shape \[1, 66\]": ("tokens.ids", torch.zeros(1, 65).long()),
-    "model must be the print of one": ("model", "[]"),
-    "model must be the print of one: split_with_sizes": ("model.samples", torch.zeros(3)),
+    "model must be the fingerprint of a model": ("model", "[]"),
+    "model must be the fingerprint of a model: split_with_sizes": ("model.samples", torch.zeros(3)),
     r"model.samples must be torch.float32 of shape \[any\]": (
         "model.samples",
         torch.zeros(3).double(),

@@ -221,7 +221,9 @@ def test_lower_precision_is_turned_in_higher(tmp_path: Path) -> None:
 )
 def test_unequal_numbers_are_refused(policy: CachePolicy, llama: Any, tmp_path: Path) -> None:
     cache = read_prompt(llama, policy, PROMPT)
-    with pytest.raises(ValueError, match=r"as many tokens in every head .* under .*SnapKV") as said:
+    with pytest.raises(
+        ValueError, match=r"equally many tokens in every head .* under .*SnapKV"
+    ) as said:
         export(cache, llama, tmp_path / "it.safetensors")
     assert str(policy) in str(said.value)
     assert list(tmp_path.iterdir()) == []
@@ -284,7 +286,7 @@ def test_absolute_positions_are_refused(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=97, n_embd=24, n_layer=2, n_head=2, n_positions=128)
     model = GPT2LMHeadModel(config).eval()
     cache = read_prompt(model, StreamingLLM(0.4), PROMPT)
-    with pytest.raises(UnsupportedModelError, match="is given no rotary embedding"):
+    with pytest.raises(UnsupportedModelError, match="gets no rotary embedding"):
         export(cache, model, tmp_path / "it.safetensors")
 
 

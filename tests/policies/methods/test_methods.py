@@ -180,7 +180,7 @@ def test_compute_rate_of_a_number_of_tokens_needs_the_context() -> None:
     policy = FastKV(tsp_layer=0, tsp_tokens=100, retention_tokens=50)
     assert policy.prefill_compute_rate(2, context_len=1000) == pytest.approx(0.55)
     assert policy.prefill_compute_rate(2, context_len=40) == 1.0
-    with pytest.raises(ValueError, match="context_len must be given where tsp_tokens is"):
+    with pytest.raises(ValueError, match="context_len must be given if tsp_tokens is"):
         policy.prefill_compute_rate(2)
 
 

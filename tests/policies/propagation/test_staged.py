@@ -73,7 +73,7 @@ def test_rates_are_the_lowest_so_far() -> None:
     assert policy.prefill_compute_rate(6) == pytest.approx(2.75 / 6)
     tokens = staged(TSP(tsp_layer=0, tsp_tokens=30), TSP(tsp_layer=1, tsp_tokens=10))
     assert tokens.layer_rates(3, context_len=100) == [1.0, 0.3, 0.1]
-    with pytest.raises(ValueError, match="context_len must be given where tsp_tokens is"):
+    with pytest.raises(ValueError, match="context_len must be given if tsp_tokens is"):
         tokens.layer_rates(3)
 
 

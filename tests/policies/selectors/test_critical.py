@@ -128,7 +128,7 @@ def test_around_ada_kv_heads_keep_their_numbers() -> None:
 
 def test_a_layer_without_output_weights_says_so() -> None:
     context = random_layer(0, (9,), query_len=8)
-    with pytest.raises(ValueError, match="output_weight of a layer must be shown"):
+    with pytest.raises(ValueError, match="output_weight must be known"):
         CriticalKV(0.9).decide(context)
 
 
@@ -141,7 +141,7 @@ def test_a_bound_for_answers_goes_to_the_selector_within() -> None:
     assert str(CriticalKV(retention_tokens=64, decoding=True)) == (
         "CriticalKV(decoding=64, retention_tokens=64)"
     )
-    with pytest.raises(ValueError, match="retention_tokens must be given where decoding is True"):
+    with pytest.raises(ValueError, match="retention_tokens must be given if decoding is True"):
         CriticalKV(decoding=True)
 
 

@@ -107,7 +107,7 @@ def test_a_head_without_a_token_to_choose() -> None:
 
 
 def test_a_selector_that_is_asked_for_what_it_does_not_do() -> None:
-    with pytest.raises(TypeError, match="select_together must be asked of a selector that decides"):
+    with pytest.raises(TypeError, match="select_together must be called only on a selector that"):
         GQAGroupSelector().select_together(SCORES[:1], [FIRST])
 
 

@@ -142,7 +142,7 @@ def test_rates_of_a_pyramid_over_a_long_prompt() -> None:
     assert PyramidSelector(0.6, beta=4).kept_rates(2) == pytest.approx([1.0, 0.2])
     exact = selector.kept_rates(4, context_len=100_000)
     assert exact == pytest.approx(selector.kept_rates(4), abs=1e-4)
-    with pytest.raises(ValueError, match="context_len must be given where retention_tokens is"):
+    with pytest.raises(ValueError, match="context_len must be given if retention_tokens is"):
         PyramidSelector(retention_tokens=10).kept_rates(4)
     # 16 free places beside 4: twice 16 * 3 // 4 = 12 more or less; protected tokens are beside.
     tokens = PyramidSelector(retention_tokens=20, window_size=3, beta=4, protect=1)

@@ -122,7 +122,7 @@ class Due:
 
     @staticmethod
     def of(rows: Sequence[int], tokens: SeenTokens) -> Due | None:
-        """Record the ``rows`` in which layers evict now; None if these are all rows, or none."""
+        """Record the ``rows`` in which layers evict now; None if these are all rows, or no row."""
         if len(rows) in (0, tokens.batch):
             return None
         which = on_device(rows, tokens.lengths.device)

@@ -23,7 +23,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.define(eq=False)
 class StaticChoice:
-    """A rule, with the layers' last queries, by which layers evict from fixed buffers.
+    """The rule by which layers evict from fixed buffers, with the layers' last queries.
 
     Args:
         decoding: The rule that bounds the answer.
@@ -188,7 +188,7 @@ class StaticChoice:
 def not_shown() -> UnsupportedModelError:
     """Make the error for a model whose attention did not show the queries of every step."""
     return UnsupportedModelError(
-        "model must hand the mask of a layer to its attention function as it is where a policy "
-        "looks at the queries of an answer, but did not show them all; leave max_new_tokens of the "
+        "model must pass a layer's mask unchanged to its attention function if a policy reads "
+        "the queries of an answer, but did not show all of them; leave max_new_tokens of the "
         "cache at None"
     )

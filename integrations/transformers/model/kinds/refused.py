@@ -8,19 +8,19 @@ import attrs
 
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 
-_COMPRESSED = "holds its tokens compressed, several to an entry, and a window of them as they are"
+_COMPRESSED = "holds compressed tokens, several to an entry, and a window of uncompressed ones"
 _REASONS = {
     "compressed_sparse_attention": ("compressed attention", _COMPRESSED),
     "heavily_compressed_attention": ("compressed attention", _COMPRESSED),
     "reference_sliding_attention": (
         "reference window",
-        "sees a first prompt whole and of what follows only a window",
+        "sees the whole of a first prompt, but only a window of later tokens",
         "see the tokens of an answer as it sees those of a prompt",
         "use Transformers' own cache with this model",
     ),
 }
 _CACHED_AS = {
-    "DummyLayer": ("without a cache", "holds nothing, and is of no kind that is known"),
+    "DummyLayer": ("without a cache", "holds nothing, and is of no known kind"),
 }
 
 
