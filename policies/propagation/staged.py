@@ -134,9 +134,9 @@ class StagedPropagation(PropagationPolicy):
         single = [at for at, layers in enumerate(acting) if is_open[at] and len(layers) == 1]
         if len(free) < len(single):
             raise ValueError(
-                "stages must each act after a layer of its own that sees the whole context, but in "
-                f"a model of {num_layers} layers {len(single)} stages without a layer find "
-                f"{len(free)} of these, {free}; use a StagedPropagation of as few stages"
+                f"stages must each drop after a layer of its own that sees the whole context: "
+                f"{len(single)} stages have no layer given, but a model of {num_layers} layers has "
+                f"{len(free)} such layers free, {free}; combine fewer stages"
             )
         stages, behind = list(self.stages), -1
         for count, at in enumerate(sorted(single, key=lambda at: min(acting[at])), start=1):
