@@ -80,8 +80,8 @@ def methods_picture(record: dict[str, Any]) -> bytes:
         rows,
         f"small random Llama on {record['machine']['processor']}",
         "In brackets: full context's operations (prefill), or bytes read (decoding), over the "
-        "method's.\nA speed can exceed this, by what is not counted: kvpolicy runs the last layer for "
-        "the last token only, and a layer that drops\ntokens for those that go on; at every "
+        "method's.\nA speed can exceed this, by what is not counted: kvpolicy runs the last layer "
+        "for the last token only, and a layer that drops\ntokens for those that go on; at every "
         "decoded token, Transformers' own cache copies all keys and values.\n"
         f"?: rounds disagree, or are fewer than {MIN_ROUNDS}.",
     )
