@@ -22,13 +22,16 @@ def comparison_table(shown: Shown) -> list[str]:
     A policy's name that leaves the numbers no room gets a line of its own.
     """
     unit, size = byte_unit(shown.full_bytes)
-    groups = [["right", "answers"], ["cache", "held"], ["times as", "fast"]]
+    groups = ["right answers", "cache held", "times as fast"]
     columns = [[each.words for each in shown.budgets] or ["all"], [unit, "%"]]
     columns.append(["prefill", "decode"])
     if shown.lines[0].steps:
-        groups.insert(1, ["right", "steps"])
+        groups.insert(1, "right steps")
         columns.insert(1, columns[0])
-    widths = [max(_NUMBER, *map(len, each)) for each in columns]
+    widths = [
+        max(_NUMBER, -(-len(title) // len(each)), *map(len, each))
+        for title, each in zip(groups, columns, strict=True)
+    ]
     spans = [width * len(each) for width, each in zip(widths, columns, strict=True)]
     room = WIDTH - sum(spans) - len(_GAP) * len(spans)
     longest = max(len("policy"), *(len(line.name) for line in shown.lines))
@@ -37,7 +40,7 @@ def comparison_table(shown: Shown) -> list[str]:
     def joined(first: str, cells: Sequence[str]) -> str:
         return _GAP.join([first.ljust(name), *cells]).rstrip()
 
-    titles = [" ".join(words).rjust(span) for words, span in zip(groups, spans, strict=True)]
+    titles = [title.rjust(span) for title, span in zip(groups, spans, strict=True)]
     heads = [
         "".join(each.rjust(width) for each in row)
         for row, width in zip(columns, widths, strict=True)
