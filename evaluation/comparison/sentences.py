@@ -24,7 +24,7 @@ def sentences(shown: Shown) -> list[str]:
         line for line in others if _right(line, shown.budget) >= _right(full, shown.budget) - _CLOSE
     ]
     said = [_which_tokens(shown, others), _memory(shown, full, others, good)]
-    return [*said, _speed(shown, good or others, among_good=bool(good))]
+    return [*said, _speed(good or others, among_good=bool(good))]
 
 
 def _which_tokens(shown: Shown, others: Sequence[Line]) -> str:
@@ -66,28 +66,31 @@ def _memory(shown: Shown, full: Line, others: Sequence[Line], good: Sequence[Lin
     )
 
 
-def _speed(shown: Shown, lines: Sequence[Line], *, among_good: bool) -> str:
-    """Say which policy reads prompts fastest, and what it and the others gain in decoding."""
-    who = "of these" if among_good else "of all"
-    none = "None of these" if among_good else "No policy"
-    timed = [line for line in lines if line.prefill is not None and line.decode is not None]
-    if not timed:
+def _speed(lines: Sequence[Line], *, among_good: bool) -> str:
+    """Say which policy reads prompts fastest and how fast it decodes, as far as that is known."""
+    who = "Fastest of these" if among_good else "Fastest of all"
+    reading = [line for line in lines if line.prefill is not None]
+    decoding = [line for line in lines if line.decode is not None]
+    if not reading and not decoding:
         return "No speed can be relied on: rounds disagree, or are too few. Is the machine busy?"
-    fastest = max(timed, key=lambda line: (line.prefill or 0.0) + (line.decode or 0.0) / 1e3)
-    prefill, decode = fastest.prefill or 0.0, fastest.decode or 0.0
-    if prefill < 1 + _SAME:
-        most = max(timed, key=lambda line: line.decode or 0.0)
-        decoding = most.decode or 0.0
-        gain = (
-            f"{most.name} decodes {decoding:.1f} times as fast"
-            if decoding >= 1 + _SAME
-            else "none decodes faster either: the prompts may be too short for that"
+    fastest = max(reading, key=lambda line: line.prefill or 0.0, default=None)
+    if fastest is not None and (fastest.prefill or 0.0) >= 1 + _SAME:
+        decodes = fastest.decode
+        more = "" if decodes is None else f" and decodes {decodes:.1f} times as fast"
+        return (
+            f"{who} is {fastest.name}: it reads the prompt {fastest.prefill:.1f} times as fast as "
+            f"full context{more}."
         )
-        return f"{none} reads the prompt much faster than full context; {gain}."
-    return (
-        f"Fastest {who} is {fastest.name}: it reads the prompt {prefill:.1f} times as fast as full "
-        f"context and decodes {decode:.1f} times as fast."
-    )
+    said = ["none of them reads the prompt much faster than full context"] if reading else []
+    if decoding:
+        most = max(decoding, key=lambda line: line.decode or 0.0)
+        gains = (most.decode or 0.0) >= 1 + _SAME
+        said.append(
+            f"{most.name} decodes {most.decode:.1f} times as fast"
+            if gains
+            else "none decodes much faster; the prompts may be too short for that"
+        )
+    return f"Speed: {'; '.join(said)}."
 
 
 def _right(line: Line, budget: Budget) -> float:

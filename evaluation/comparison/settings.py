@@ -120,7 +120,7 @@ class Settings(ModelOptions):
     new_tokens: Annotated[
         int,
         Option("Tokens decoded in a round.", ("--answer-tokens",), min=1, earlier="--new-tokens"),
-    ] = 16
+    ] = 32
     threads: Annotated[int, THREADS] = attrs.field(factory=default_threads)
 
     @context.default

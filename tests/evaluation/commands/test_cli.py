@@ -140,9 +140,9 @@ def test_compare_prints_a_table_and_writes(run: Run, tmp_path: Path) -> None:
     assert status == 0
     assert max(map(len, shown.split("\nwritten")[0].splitlines())) <= 80
     rows = [line.split() for line in shown.splitlines()]
-    (snap,) = (row for row in rows if row[:1] == ["snapkv"])
-    (full,) = (row for row in rows if row[:1] == ["full_context"])
-    assert (full[2:], snap[2:]) == (["196.6", "100.0", "1.00", "1.00"], ["38.4", "19.5", "-", "-"])
+    (snap,) = (row for row in rows if row[:1] == ["snapkv"] and len(row) == 6)
+    (full,) = (row for row in rows if row[:1] == ["full_context"] and len(row) == 6)
+    assert (full[2:], snap[2:]) == (["393", "100.0", "1.00", "1.00"], ["77", "19.5", "-", "-"])
     assert "1 thread," in shown
     text = " ".join(shown.split())
     assert "times as fast: a random Llama of 6 layers on that prompt, against the same" in text
@@ -158,7 +158,7 @@ FEW = ("--context", 96, "--speed-context", 96, "--count", 2)
 def test_progress_is_flushed_line_by_line_into_a_pipe(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a file, a line says which policy is asked, before its answers are there."""
+    """In a file, a line says which policy answers, before the next one is asked."""
     seen: list[str] = []
     real = rows.measure_accuracy
 
@@ -179,7 +179,9 @@ def test_progress_is_flushed_line_by_line_into_a_pipe(
     arguments = ("-p", "snapkv", "-p", "tova", "-r", 0.2, *FEW, *QUICK)
     assert run("compare", *arguments)[0] == 0
     assert [text.splitlines()[-1] for text in seen] == [
-        f"answers of {label} ..." for label in ("full_context", "snapkv 0.2", "tova 0.2")
+        "timing, in turns ...",
+        "answers of full_context ...",
+        "answers of snapkv 0.2 ...",
     ]
     assert "\x1b" not in out.getvalue()
     assert max(map(len, out.getvalue().splitlines())) <= 80
@@ -289,7 +291,7 @@ def test_compare_long_answers_under_a_bound(run: Run, tmp_path: Path) -> None:
             sum(each["matches"] for each in row["right_steps"].values()) / 4
             for row in (full, bounded)
         ]
-        table = shown[shown.index("policy") :].splitlines()[1:3]
+        table = shown[shown.index("\npolicy ") :].splitlines()[2:4]
         assert [line.split()[2] for line in table] == [f"{100 * each:.0f}" for each in shares]
 
 

@@ -278,13 +278,20 @@ def test_sentences_say_nothing_that_the_lines_do_not_show() -> None:
         "Keeping 10% of a prompt's tokens, policies answer 60% to 60% of 100 prompts right: too "
         "few prompts to tell them apart.",
         "At 10% no policy comes within 5 points of full context's 100%; the best is a with 60%.",
-        "No policy reads the prompt much faster than full context; none decodes faster "
-        "either: the prompts may be too short for that.",
+        "Speed: none of them reads the prompt much faster than full context; none decodes much "
+        "faster; the prompts may be too short for that.",
     ]
     slow = row_of("a", 0.1, 100, (1.0, 2.5))
     assert "a decodes 2.5 times as fast" in sentences(Shown.of(results(slow)))[2]
     slow["prefill"]["rounds_speedup"] = [1.0]
+    assert sentences(Shown.of(results(slow)))[2] == "Speed: a decodes 2.5 times as fast."
+    slow["decode"]["rounds_speedup"] = [1.0]
     assert sentences(Shown.of(results(slow)))[2].startswith("No speed can be relied on")
+    fast = row_of("a", 0.1, 100, (2.0, 2.5))
+    fast["decode"]["rounds_speedup"] = [1.0]
+    assert sentences(Shown.of(results(fast)))[2] == (
+        "Fastest of these is a: it reads the prompt 2.0 times as fast as full context."
+    )
     assert sentences(Shown.of(results())) == []
 
 
