@@ -78,7 +78,8 @@ def comparison_legend(shown: Shown, data: Mapping[str, Any], asked: str) -> list
     if shown.lines[0].steps:
         legend.append("right steps: % of an answer before its first wrong step.")
     at = f", at {shown.budget.words}" if shown.budget and len(shown.budgets) > 1 else ""
-    model = data.get("timed_model") or "the same model"
+    model = data.get("timed_model")
+    timed = f"{model} on that prompt" if model else "on that prompt"
     clock = "processor time, " if data.get("processor_time") else ""
     counts = [len(row["prefill"]["rounds_ms"]) for row in data["rows"] if row["prefill"]]
     # Full context takes part in all rounds, also in those that few others take part in.
@@ -86,7 +87,7 @@ def comparison_legend(shown: Shown, data: Mapping[str, Any], asked: str) -> list
     legend += [
         f"cache held: keys and values of a prompt of {data['timed_tokens']:,} tokens{at}; "
         "% of full context's.",
-        f"times as fast: {model} on that prompt{at}, against the same model without kvpolicy; "
+        f"times as fast: {timed}{at}, against the same model without kvpolicy; "
         f"{clock}median of {'at least ' * (max(counts) > rounds)}{rounds} "
         f"round{'s' * (rounds > 1)}.",
     ]

@@ -34,6 +34,11 @@ def _which_tokens(shown: Shown, others: Sequence[Line]) -> str:
     best = max(having, key=lambda line: line.right[small])
     worst = min(having, key=lambda line: line.right[small])
     high, low = best.right[small], worst.right[small]
+    if high == low:
+        return (
+            f"Keeping {small.of_prompt}, every policy answers {_percent(low)} of the "
+            f"{shown.prompts} prompts right."
+        )
     if high - low <= 2 * chance(shown.prompts):
         return (
             f"Keeping {small.of_prompt}, policies answer {_percent(low)} to {_percent(high)} of "

@@ -124,10 +124,15 @@ def headline(settings: Settings, loaded: Loaded) -> list[str]:
     ]
 
 
-def asked(settings: Settings) -> str:
-    """Return words on the prompts that a comparison asks."""
+def asked(settings: Settings, count: int | None = None) -> str:
+    """Return words on the prompts that a comparison asks.
+
+    Args:
+        settings: What is compared.
+        count: How many prompts the user's file holds; None while that is not known.
+    """
     if settings.prompts is not None:
-        return f"the prompts of {settings.prompts}"
+        return f"{'the' if count is None else count} prompts of {settings.prompts}"
     return f"{settings.count} {OWN_PROMPTS[settings.model].words} of {settings.context:,} tokens"
 
 

@@ -82,7 +82,8 @@ def show(study: Study) -> None:
     for index, line in enumerate(comparison_table(shown)):
         console.print(line, style="bold" if index < 2 else None, soft_wrap=True)
     console.print()
-    for line in (*comparison_legend(shown, data, asked(study.settings)), *study.notes):
+    prompts = asked(study.settings, shown.prompts)
+    for line in (*comparison_legend(shown, data, prompts), *study.notes):
         console.print(fill(line, WIDTH), style="dim")
     console.print()
     for sentence in sentences(shown):

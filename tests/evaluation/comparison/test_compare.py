@@ -275,12 +275,16 @@ def test_sentences_say_nothing_that_the_lines_do_not_show() -> None:
     """No difference beyond chance, no policy as good as full context, no gain, no speed."""
     alike = Shown.of(results(*(row_of(name, 0.1, 60, (1.0, 1.0)) for name in "ab")))
     assert sentences(alike) == [
-        "Keeping 10% of a prompt's tokens, policies answer 60% to 60% of 100 prompts right: too "
-        "few prompts to tell them apart.",
+        "Keeping 10% of a prompt's tokens, every policy answers 60% of the 100 prompts right.",
         "At 10% no policy comes within 5 points of full context's 100%; the best is a with 60%.",
         "Speed: none of them reads the prompt much faster than full context; none decodes much "
         "faster; the prompts may be too short for that.",
     ]
+    near = Shown.of(results(*(row_of(str(right), 0.1, right, (1.0, 1.0)) for right in (60, 65))))
+    assert sentences(near)[0] == (
+        "Keeping 10% of a prompt's tokens, policies answer 60% to 65% of 100 prompts right: too "
+        "few prompts to tell them apart."
+    )
     slow = row_of("a", 0.1, 100, (1.0, 2.5))
     assert "a decodes 2.5 times as fast" in sentences(Shown.of(results(slow)))[2]
     slow["prefill"]["rounds_speedup"] = [1.0]
