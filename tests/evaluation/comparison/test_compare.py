@@ -164,7 +164,7 @@ def test_notes_say_what_is_wrong_with_the_times() -> None:
     (note,) = _timing_notes(Settings(rounds=5), unsteady)
     assert note.startswith("1 of 2 speeds are left out")
     stopped, few = _timing_notes(Settings(), made_up())
-    assert "after 70 s with 2 of 5 rounds" in stopped
+    assert "after 120 s with 2 of 5 rounds" in stopped
     assert "Fewer than 5 rounds" in few
 
 
