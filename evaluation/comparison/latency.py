@@ -136,8 +136,8 @@ def measure_latency(
         warm_up_tokens: First tokens of the prompt that the round before the first reads; None for
             the whole prompt.
         processor_time: Measure the process's processor time in place of time on the clock, also of
-            ``seconds``. On one thread of an idle processor they are the same, and on a busy one
-            processor time varies far less.
+            ``seconds``, and of decoded tokens the median in place of the mean. On one thread of an
+            idle processor they are the same, and on a busy one they vary far less.
         progress: Told of every turn.
 
     Raises:
@@ -206,7 +206,13 @@ class _Race:
         for step in range(len(indices)):
             self.progress(stage, number * len(indices) + step, rounds * len(indices))
             index = indices[(number + 1 + step) % len(indices)]
-            turn = _take_turn(self.model, self.prompt, self.contenders[index], self.new_tokens)
+            turn = _take_turn(
+                self.model,
+                self.prompt,
+                self.contenders[index],
+                self.new_tokens,
+                self.processor_time,
+            )
             self.turns[index][number] = turn.by_processor if self.processor_time else turn
 
     def timings(self) -> list[Timing]:
@@ -256,7 +262,11 @@ class _Turn:
 
 
 def _take_turn(
-    model: PreTrainedModel, prompt: Tensor, policy: CachePolicy | None, new_tokens: int
+    model: PreTrainedModel,
+    prompt: Tensor,
+    policy: CachePolicy | None,
+    new_tokens: int,
+    token_by_token: bool = False,
 ) -> _Turn:
     from transformers import DynamicCache
 
@@ -269,14 +279,17 @@ def _take_turn(
         token, prefill = _timed(model, lambda: _next_token(model, prompt, cache))
         held = cache.report().total if isinstance(cache, PolicyCache) else None
 
-        def decode() -> Tensor:
-            latest = token
-            for _ in range(new_tokens):
-                latest = _next_token(model, latest, cache)
-            return latest
+        def decode(count: int) -> Tensor:
+            nonlocal token
+            for _ in range(count):
+                token = _next_token(model, token, cache)
+            return token
 
-        _, (wall, cpu) = _timed(model, decode)
-    return _Turn(prefill, (wall / new_tokens, cpu / new_tokens), held)
+        # At once, or one by one, where one that another program delays is not to count.
+        count = 1 if token_by_token else new_tokens
+        times = [_timed(model, lambda: decode(count))[1] for _ in range(new_tokens // count)]
+    wall, cpu = (median(each) / count for each in zip(*times, strict=True))
+    return _Turn(prefill, (wall, cpu), held)
 
 
 def _next_token(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tensor:

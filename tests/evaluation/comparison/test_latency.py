@@ -39,7 +39,7 @@ def test_turns_go_round_and_the_first_round_does_not_count(monkeypatch: pytest.M
     labels = {id(policy): label for label, policy in policies.items()} | {id(None): "none"}
     order: list[str] = []
 
-    def take_turn(model: Any, prompt: Any, policy: Any, new_tokens: int) -> Any:
+    def take_turn(model: Any, prompt: Any, policy: Any, new_tokens: int, *_: Any) -> Any:
         order.append(labels[id(policy)])
         count = float(len(order))
         return latency._Turn((count, 10 * count), (100 * count, 1000 * count), None)
@@ -123,7 +123,7 @@ def test_unsteady_policies_are_timed_again_with_the_baseline(
     steady, restless = SnapKV(), FastKV()
     labels = {id(None): "none", id(steady): "steady", id(restless): "restless"}
 
-    def take_turn(model: Any, prompt: Any, policy: Any, new_tokens: int) -> Any:
+    def take_turn(model: Any, prompt: Any, policy: Any, new_tokens: int, *_: Any) -> Any:
         label = labels[id(policy)]
         number = turns[label] = turns.get(label, 0) + 1
         wall = 20.0 if label == "none" else 10.0
