@@ -1,7 +1,7 @@
-"""Draw a comparison on the needle task again, from its JSON file.
+"""Draw the picture of a comparison again, from its JSON file.
 
-`make compare-thorough` makes the numbers; ``benchmarks/results/needle`` holds the reported ones. Of
-all policies in the file, those are drawn that `make compare` shows.
+`make compare` makes the numbers; ``benchmarks/results/compare`` holds the reported ones. Of all
+policies in the file, those are drawn that `make compare` shows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvpolicy.evaluation.comparison.picture import plot_comparison
 from kvpolicy.evaluation.comparison.settings import SHOWN
 from kvpolicy.evaluation.results import write_all
 
-RESULTS = Path(__file__).parent / "results" / "needle"
+RESULTS = Path(__file__).parent / "results" / "compare"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
