@@ -162,7 +162,7 @@ def test_data_by_hand() -> None:
 def test_notes_say_what_is_wrong_with_the_times() -> None:
     unsteady = with_rounds((1000.0, 2000.0, 1000.0, 1000.0, 1000.0), (2000.0,) * 5)
     (note,) = _timing_notes(Settings(rounds=5), unsteady)
-    assert note.startswith("1 of 2 speeds are left out")
+    assert note.startswith("Left out, since rounds disagree: 1 of 2 speeds.")
     stopped, few = _timing_notes(Settings(), made_up())
     assert "after 120 s with 2 of 5 rounds" in stopped
     assert "Fewer than 5 rounds" in few
