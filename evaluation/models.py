@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -107,7 +108,8 @@ def _from_pretrained(name: str, dtype: torch.dtype | str, device: torch.device) 
 
 
 def _not_loaded(name: str, error: Exception) -> ValueError:
-    return ValueError(f"model {name} could not be loaded: {' '.join(str(error).split())}")
+    where = name if Path(name).is_dir() else f"{name} is no folder here, and from the Hub it"
+    return ValueError(f"model {where} could not be loaded: {' '.join(str(error).split())}")
 
 
 def _check_device(device: str) -> torch.device:

@@ -105,7 +105,12 @@ def chosen_variant(
     Raises:
         ValueError: More than one is asked for; else see `chosen_variants`.
     """
-    asked = [*options.names, *([COMPOSITION] if options.parts else [])]
+    if options.names and options.parts:
+        raise ValueError(
+            f"--policy must be left out where parts are given, got {', '.join(options.names)}: "
+            "parts make a policy of their own, and what is not given is SnapKV's"
+        )
+    asked = [COMPOSITION] if options.parts else options.names
     for option, given in (
         ("--policy", dict.fromkeys(asked)),
         ("--rate", dict.fromkeys(options.rates)),

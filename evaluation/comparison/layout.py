@@ -91,6 +91,11 @@ def comparison_legend(shown: Shown, data: Mapping[str, Any], asked: str) -> list
         f"{clock}median of {'at least ' * (max(counts) > rounds)}{rounds} "
         f"round{'s' * (rounds > 1)}.",
     ]
+    if model:
+        legend.append(
+            "These prompts end with their question. Policies for other uses, such as documents "
+            "that are read before the question: docs/methods/README.md."
+        )
     if shown.unsteady:
         legend.append(
             f"{NO_SPEED}: no speed, since rounds disagree or are fewer than {MIN_ROUNDS}."

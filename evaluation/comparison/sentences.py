@@ -20,6 +20,12 @@ def sentences(shown: Shown) -> list[str]:
     full, *others = shown.lines
     if not others or not shown.budgets or shown.budget is None:
         return []
+    if _right(full, shown.budget) <= _CLOSE:
+        right = _percent(_right(full, shown.budget))
+        return [
+            f"Full context answers {right} of the prompts right. The model cannot answer these "
+            "prompts, so they cannot compare policies."
+        ]
     good = [
         line for line in others if _right(line, shown.budget) >= _right(full, shown.budget) - _CLOSE
     ]

@@ -123,6 +123,13 @@ class Settings(ModelOptions):
     ] = 32
     threads: Annotated[int, THREADS] = attrs.field(factory=default_threads)
 
+    def __attrs_post_init__(self) -> None:
+        if self.prompts is not None and self.count != self._extent.count:
+            raise ValueError(
+                f"--count must be left out with --prompts-file, got {self.count}: it is the number "
+                "of prompts that are made, and a file is used whole"
+            )
+
     @context.default
     def _context(self) -> int:
         return OWN_CONTEXTS.get(self.model, OWN_CONTEXTS[NEEDLE])

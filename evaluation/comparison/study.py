@@ -383,7 +383,7 @@ def _timing_notes(settings: Settings, comparison: Comparison) -> list[str]:
         notes.append(f"Fewer than {MIN_ROUNDS} rounds of timing say nothing about speed.")
     elif unsteady:
         notes.append(
-            f"Left out, since rounds disagree: {unsteady} of {len(comparison.speeds)} speeds. Is the "
-            "machine busy? Try again when it is idle, or with fewer --threads."
+            f"Left out, since rounds disagree: {unsteady} of {len(comparison.speeds)} speeds. Is "
+            "the machine busy? Try again when it is idle, or with fewer --threads."
         )
     return notes

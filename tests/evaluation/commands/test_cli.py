@@ -209,10 +209,10 @@ def test_a_terminal_gets_a_bar(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((), ((0.02, 0.05), 40, 5, 2, 120.0)),
+        ((), ((0.02, 0.05), 32, 5, 2, 120.0)),
         (("--thorough",), ((0.02, 0.1, 0.2), 200, 9, 9, None)),
         (("--thorough", "-r", 0.3, "--count", 8, "--rounds", 2), ((0.3,), 8, 2, 0, None)),
-        (("--rounds", 9), ((0.02, 0.05), 40, 9, 0, None)),
+        (("--rounds", 9), ((0.02, 0.05), 32, 9, 0, None)),
     ],
 )
 def test_how_much_is_compared(
