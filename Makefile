@@ -25,11 +25,11 @@ OLDEST_CASES := $(if $(CI),,--quick)
 	bench-kvpress bench-unequal-heads families transformers-tests vllm-tests bench-vllm package docs tutorials \
 	format clean
 
-compare: $(VENV)/installed
+compare: $(VENV)/compare
 	$(BIN)/kvpolicy compare --out results/compare $(ARGS)
 
 # What docs/results.md reports, with ARGS='--sweep --sweep-rates'.
-compare-thorough: $(VENV)/installed
+compare-thorough: $(VENV)/compare
 	$(BIN)/kvpolicy compare --thorough --out results/compare-thorough $(ARGS)
 
 test: lint typecheck check oldest
@@ -38,10 +38,16 @@ test: lint typecheck check oldest
 quick: lint
 	$(BIN)/pytest $(WORKERS) --quick
 
-# torch first and by its exact version: a looser request would fetch a build for GPUs.
-$(VENV)/installed: pyproject.toml constraints.txt
+# All that `make compare` needs. torch first and by its exact version: a looser request would fetch
+# a build for GPUs.
+$(VENV)/compare: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cli,plot]'
+	touch $@
+
+# The same environment, completed for tests and everything else.
+$(VENV)/installed: $(VENV)/compare
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[cli,plot,eval,test]' ruff mypy
 	touch $@
 

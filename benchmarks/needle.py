@@ -1,6 +1,7 @@
-"""Draw a comparison on the needle task again, from its JSON file.
+"""Draw the picture of a comparison again, from its JSON file.
 
-`make compare-thorough` makes the numbers; ``benchmarks/results/needle`` holds the reported ones.
+`make compare` makes the numbers; ``benchmarks/results/compare`` holds the reported ones. Of all
+policies in the file, those are drawn that `make compare` shows.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvpolicy.evaluation.comparison.picture import plot_comparison
+from kvpolicy.evaluation.comparison.settings import SHOWN
 from kvpolicy.evaluation.results import write_all
 
-RESULTS = Path(__file__).parent / "results" / "needle"
+RESULTS = Path(__file__).parent / "results" / "compare"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -22,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=RESULTS)
     folder: Path = parser.parse_args(arguments).folder
     data = json.loads((folder / "compare.json").read_text())
-    write_all(folder, {"compare.png": plot_comparison(data)})
+    write_all(folder, {"compare.png": plot_comparison(data, SHOWN)})
 
 
 if __name__ == "__main__":

@@ -79,7 +79,10 @@ SIZES = {
 }
 # What is measured where a line leaves it open.
 LEAST = {
-    "compare": ("--context", "64", "--count", "2", "--rounds", "1", "--answer-tokens", "2"),
+    "compare": (
+        *("--context", "64", "--count", "2", "--rounds", "1", "--answer-tokens", "2"),
+        *("--speed-context", "64"),
+    ),
     "calibrate": ("--context", "64", "--count", "2"),
     "analyze": ("--context", "64", "--count", "2", "--top-k", "4"),
     "generate": ("--answer-tokens", "2"),

@@ -25,6 +25,7 @@ class CompareOptions:
 def compare(options: CompareOptions) -> None:
     """Compare policies with full context: accuracy, memory and speed.
 
-    Without --policy all policies, without --rate at 0.1; --thorough at 0.02, 0.1 and 0.2.
+    By default eleven policies and full context, each keeping 2% and 5% of a prompt's tokens.
+    --all compares every policy; --thorough every policy at 2%, 10% and 20%, on more prompts.
     """
     work("compare", options)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from kvpolicy.evaluation.comparison.speed import Speed
+from kvpolicy.evaluation.comparison.speed import MIN_ROUNDS, Speed
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.policy import CachePolicy
 
@@ -30,10 +30,16 @@ class Phase:
     Args:
         wall_ms: Milliseconds on the clock.
         cpu_ms: Milliseconds of processor time, summed over threads.
+        rounds: In which rounds they were measured, from 0; by default in the first ones.
     """
 
     wall_ms: tuple[float, ...]
     cpu_ms: tuple[float, ...]
+    rounds: tuple[int, ...] = attrs.field()
+
+    @rounds.default
+    def _first_rounds(self) -> tuple[int, ...]:
+        return tuple(range(len(self.wall_ms)))
 
     @property
     def median_ms(self) -> float:
@@ -44,20 +50,21 @@ class Phase:
         """Return, per round, the baseline's time divided by this policy's; above 1 is faster.
 
         Raises:
-            ValueError: The two were not measured in the same rounds.
+            ValueError: The baseline was not measured in each of this policy's rounds.
 
         Example:
             >>> slow, fast = Phase((10.0, 30.0), (0.0, 0.0)), Phase((5.0, 10.0), (0.0, 0.0))
             >>> fast.speedups(slow)
             (2.0, 3.0)
         """
-        if len(self.wall_ms) != len(baseline.wall_ms):
+        before = dict(zip(baseline.rounds, baseline.wall_ms, strict=True))
+        if not set(self.rounds) <= set(before):
             raise ValueError(
                 f"baseline must have the same rounds, {len(self.wall_ms)}, got "
                 f"{len(baseline.wall_ms)}"
             )
         return tuple(
-            theirs / ours for ours, theirs in zip(self.wall_ms, baseline.wall_ms, strict=True)
+            before[number] / ours for number, ours in zip(self.rounds, self.wall_ms, strict=True)
         )
 
     def speed(self, baseline: Phase) -> Speed:
@@ -105,6 +112,9 @@ def measure_latency(
     rounds: int = 9,
     new_tokens: int = 32,
     seconds: float | None = None,
+    again: int = 0,
+    warm_up_tokens: int | None = None,
+    processor_time: bool = False,
     progress: Progress = silent,
 ) -> Latencies:
     """Time prefill and decoding of one prompt under several policies, at batch size 1.
@@ -121,6 +131,13 @@ def measure_latency(
         new_tokens: Tokens decoded in each, at least 1.
         seconds: After which no further round is begun, however few there were; one there always
             is. None for no limit.
+        again: Further rounds, at most, of the policies whose speeds are not steady after these
+            (see `Speed.steady`), with the baseline.
+        warm_up_tokens: First tokens of the prompt that the round before the first reads; None for
+            the whole prompt.
+        processor_time: Measure the process's processor time in place of time on the clock, also of
+            ``seconds``, and of decoded tokens the median in place of the mean. On one thread of an
+            idle processor they are the same, and on a busy one they vary far less.
         progress: Told of every turn.
 
     Raises:
@@ -128,22 +145,89 @@ def measure_latency(
     """
     if rounds < 1 or new_tokens < 1:
         raise ValueError(f"rounds and new_tokens must be at least 1, got {rounds} and {new_tokens}")
-    contenders: list[CachePolicy | None] = [None, *policies.values()]
     prompt = torch.tensor([list(input_ids)], device=model.device)
-    turns: list[list[_Turn]] = [[] for _ in contenders]
-    start = time.perf_counter()
-    for number in range(rounds + 1):
-        if number > 1 and seconds is not None and time.perf_counter() - start > seconds:
+    contenders = [None, *policies.values()]
+    race = _Race(model, prompt, contenders, new_tokens, processor_time, progress)
+    everyone = range(len(contenders))
+    clock = time.process_time if processor_time else time.perf_counter
+    start = clock()
+
+    def late() -> bool:
+        return seconds is not None and clock() - start > seconds
+
+    race.warm_up(warm_up_tokens)
+    for number in range(rounds):
+        if number and late():
             break
-        for step in range(len(contenders)):
-            done = number * len(contenders) + step
-            progress("timing, in turns", done, (rounds + 1) * len(contenders))
-            index = (number + step) % len(contenders)
-            turn = _take_turn(model, prompt, contenders[index], new_tokens)
-            if number:
-                turns[index].append(turn)
-    baseline, *others = [_summary(taken) for taken in turns]
+        race.round(number, everyone, "timing, in turns", rounds)
+    for number in range(rounds, rounds + again):
+        unsteady = race.unsteady() if rounds >= MIN_ROUNDS else []
+        if not unsteady or late():
+            break
+        race.round(number, [0, *unsteady], "timing again what was unsteady", rounds + again)
+    baseline, *others = race.timings()
     return Latencies(baseline, dict(zip(policies, others, strict=True)))
+
+
+@attrs.define
+class _Race:
+    """Policies that take turns at one prompt, and the times of their turns.
+
+    Args:
+        model: The model.
+        prompt: Its tokens, with a batch axis.
+        contenders: The policies; None for the model without one, which is the baseline.
+        new_tokens: Tokens decoded in a turn.
+        processor_time: Whether processor time stands for time on the clock.
+        progress: Told of every turn.
+        turns: For each contender, its turns by the number of their round.
+    """
+
+    model: PreTrainedModel
+    prompt: Tensor
+    contenders: list[CachePolicy | None]
+    new_tokens: int
+    processor_time: bool
+    progress: Progress
+    turns: list[dict[int, _Turn]] = attrs.field()
+
+    @turns.default
+    def _no_turns(self) -> list[dict[int, _Turn]]:
+        return [{} for _ in self.contenders]
+
+    def warm_up(self, tokens: int | None) -> None:
+        """Give each contender a turn at the start of the prompt that is not counted."""
+        for done, contender in enumerate(self.contenders):
+            self.progress("timing, first a round that is not counted", done, len(self.contenders))
+            _take_turn(self.model, self.prompt[:, :tokens], contender, self.new_tokens)
+
+    def round(self, number: int, indices: Sequence[int], stage: str, rounds: int) -> None:
+        """Give contenders one turn each; every round starts with the next of them."""
+        for step in range(len(indices)):
+            self.progress(stage, number * len(indices) + step, rounds * len(indices))
+            index = indices[(number + 1 + step) % len(indices)]
+            turn = _take_turn(
+                self.model,
+                self.prompt,
+                self.contenders[index],
+                self.new_tokens,
+                self.processor_time,
+            )
+            self.turns[index][number] = turn.by_processor if self.processor_time else turn
+
+    def timings(self) -> list[Timing]:
+        """Return the contenders' times so far, the baseline's first."""
+        return [_summary(turns) for turns in self.turns]
+
+    def unsteady(self) -> list[int]:
+        """Return the contenders of which a speed over the baseline is not steady."""
+        before, *others = self.timings()
+        return [
+            index
+            for index, each in enumerate(others, start=1)
+            if not each.prefill.speed(before.prefill).steady
+            or not each.decode.speed(before.decode).steady
+        ]
 
 
 def held_after_prefill(
@@ -171,9 +255,18 @@ class _Turn:
     decode: tuple[float, float]
     held: LayerReport | None
 
+    @property
+    def by_processor(self) -> _Turn:
+        """The turn with processor time in place of time on the clock."""
+        return _Turn((self.prefill[1],) * 2, (self.decode[1],) * 2, self.held)
+
 
 def _take_turn(
-    model: PreTrainedModel, prompt: Tensor, policy: CachePolicy | None, new_tokens: int
+    model: PreTrainedModel,
+    prompt: Tensor,
+    policy: CachePolicy | None,
+    new_tokens: int,
+    token_by_token: bool = False,
 ) -> _Turn:
     from transformers import DynamicCache
 
@@ -186,14 +279,17 @@ def _take_turn(
         token, prefill = _timed(model, lambda: _next_token(model, prompt, cache))
         held = cache.report().total if isinstance(cache, PolicyCache) else None
 
-        def decode() -> Tensor:
-            latest = token
-            for _ in range(new_tokens):
-                latest = _next_token(model, latest, cache)
-            return latest
+        def decode(count: int) -> Tensor:
+            nonlocal token
+            for _ in range(count):
+                token = _next_token(model, token, cache)
+            return token
 
-        _, (wall, cpu) = _timed(model, decode)
-    return _Turn(prefill, (wall / new_tokens, cpu / new_tokens), held)
+        # At once, or one by one, where one that another program delays is not to count.
+        count = 1 if token_by_token else new_tokens
+        times = [_timed(model, lambda: decode(count))[1] for _ in range(new_tokens // count)]
+    wall, cpu = (median(each) / count for each in zip(*times, strict=True))
+    return _Turn(prefill, (wall, cpu), held)
 
 
 def _next_token(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tensor:
@@ -213,13 +309,14 @@ def _timed(model: PreTrainedModel, run: Callable[[], Tensor]) -> tuple[Tensor, t
     return result, ((time.perf_counter() - wall) * 1e3, (time.process_time() - cpu) * 1e3)
 
 
-def _summary(turns: Sequence[_Turn]) -> Timing:
+def _summary(turns: Mapping[int, _Turn]) -> Timing:
+    numbers, taken = tuple(turns), list(turns.values())
     return Timing(
-        prefill=_phase([turn.prefill for turn in turns]),
-        decode=_phase([turn.decode for turn in turns]),
-        held=turns[-1].held,
+        prefill=_phase([turn.prefill for turn in taken], numbers),
+        decode=_phase([turn.decode for turn in taken], numbers),
+        held=taken[-1].held,
     )
 
 
-def _phase(times: Sequence[tuple[float, float]]) -> Phase:
-    return Phase(tuple(wall for wall, _ in times), tuple(cpu for _, cpu in times))
+def _phase(times: Sequence[tuple[float, float]], rounds: tuple[int, ...]) -> Phase:
+    return Phase(tuple(wall for wall, _ in times), tuple(cpu for _, cpu in times), rounds)

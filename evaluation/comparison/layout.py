@@ -1,154 +1,119 @@
-"""Lay out the comparison's table as lines of text, so that each row can be printed when done."""
+"""Lay out the comparison's table as lines of text, at most 80 columns wide."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import attrs
-
-from kvpolicy.evaluation.comparison.latency import Phase, Timing
-from kvpolicy.evaluation.comparison.rows import Comparison, Row
+from kvpolicy.evaluation.comparison.sentences import chance
+from kvpolicy.evaluation.comparison.shown import Line, Shown
 from kvpolicy.evaluation.comparison.speed import MIN_ROUNDS
-from kvpolicy.evaluation.comparison.tables import (
-    asked,
-    byte_unit,
-    narrow_header,
-    percent,
-    steps_legend,
-)
-from kvpolicy.evaluation.comparison.variant import Variant
-from kvpolicy.evaluation.tasks.prompts import STEPS
+from kvpolicy.evaluation.comparison.tables import byte_unit
 
-# Of the terminal; a policy's name that leaves the numbers no room gets a line of its own.
 WIDTH = 80
-_SCORE_WIDTH = len("100.0")
-# Full context against itself, which is no measurement.
-_ONE = "x1   "
+_NUMBER = 7
+_GAP = "   "
+NO_SPEED = "-"
 
 
-@attrs.frozen
-class Layout:
-    """The column widths of a comparison's table, fixed before the first row is known.
+def comparison_table(shown: Shown) -> list[str]:
+    """Return all lines of a comparison's table: a header, and a line for each policy.
+
+    A policy's name that leaves the numbers no room gets a line of its own.
+    """
+    unit, size = byte_unit(shown.full_bytes)
+    groups = ["right answers", "cache held", "times as fast"]
+    columns = [[each.words for each in shown.budgets] or ["all"], [unit, "%"]]
+    columns.append(["prefill", "decode"])
+    if shown.lines[0].steps:
+        groups.insert(1, "right steps")
+        columns.insert(1, columns[0])
+    widths = [
+        max(_NUMBER, -(-len(title) // len(each)), *map(len, each))
+        for title, each in zip(groups, columns, strict=True)
+    ]
+    spans = [width * len(each) for width, each in zip(widths, columns, strict=True)]
+    room = WIDTH - sum(spans) - len(_GAP) * len(spans)
+    longest = max(len("policy"), *(len(line.name) for line in shown.lines))
+    name = max(min(longest, room), len("policy"))
+
+    def joined(first: str, cells: Sequence[str]) -> str:
+        return _GAP.join([first.ljust(name), *cells]).rstrip()
+
+    titles = [title.rjust(span) for title, span in zip(groups, spans, strict=True)]
+    heads = [
+        "".join(each.rjust(width) for each in row)
+        for row, width in zip(columns, widths, strict=True)
+    ]
+    table = [joined("", titles), joined("policy", heads)]
+    for line in shown.lines:
+        cells = [
+            "".join(cell.rjust(width) for cell in row)
+            for row, width in zip(_cells(line, shown, size), widths, strict=True)
+        ]
+        table += (
+            [joined(line.name, cells)]
+            if len(line.name) <= name
+            else [
+                line.name,
+                joined("", cells),
+            ]
+        )
+    return table
+
+
+def comparison_legend(shown: Shown, data: Mapping[str, Any], asked: str) -> list[str]:
+    """Return text on what the table's columns mean.
 
     Args:
-        headers: Of every column, with line breaks.
-        widths: Of every column.
-        unit_bytes: Size of the unit of the column of bytes.
-        baseline: Full context's times.
+        shown: What the table shows.
+        data: The comparison that it was chosen from.
+        asked: The prompts, in words.
     """
-
-    headers: tuple[str, ...]
-    widths: tuple[int, ...]
-    unit_bytes: int
-    baseline: Timing
-
-    @classmethod
-    def of(
-        cls, variants: Sequence[Variant], timings: Sequence[Timing], kinds: Sequence[str]
-    ) -> Layout:
-        """Compute the column widths of a comparison's table from its policies and times."""
-        baseline = timings[0]
-        assert baseline.held is not None
-        unit, unit_bytes = byte_unit(baseline.held.full_bytes)
-        headers = (
-            "policy",
-            "rate",
-            *map(narrow_header, kinds),
-            "kept",
-            f"KV\n{unit}",
-            "KV\n%",
-            "prefill\nms",
-            "\nspeed",
-            "decode\nms",
-            "\nspeed",
-        )
-        columns = [
-            [variant.name for variant in variants],
-            [_rate(variant) for variant in variants],
-            *([" " * _SCORE_WIDTH] for _ in kinds),
-            *zip(*(_measured(each, baseline, unit_bytes) for each in timings), strict=True),
-        ]
-        widths = [
-            max(map(len, (*header.split("\n"), *cells)))
-            for header, cells in zip(headers, columns, strict=True)
-        ]
-        numbers = sum(widths[1:]) + len(widths) - 1
-        widths[0] = max(min(widths[0], WIDTH - numbers), len(headers[0]))
-        return cls(headers, tuple(widths), unit_bytes, baseline)
-
-    @property
-    def header(self) -> list[str]:
-        """Return the lines of the table's header."""
-        stacks = [header.split("\n") for header in self.headers]
-        height = max(map(len, stacks))
-        padded = [[""] * (height - len(stack)) + stack for stack in stacks]
-        return [self._line(cells) for cells in zip(*padded, strict=True)]
-
-    def row(self, row: Row) -> list[str]:
-        """Return a policy's table row as one line, or as two if its name is long."""
-        name = row.variant.name
-        cells = [
-            _rate(row.variant),
-            *map(percent, row.scores.values()),
-            *_measured(row.timing, self.baseline, self.unit_bytes),
-        ]
-        if len(name) <= self.widths[0]:
-            return [self._line([name, *cells])]
-        return [name, self._line(["", *cells])]
-
-    def _line(self, cells: Sequence[str]) -> str:
-        first, *others = zip(cells, self.widths, strict=True)
-        aligned = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
-        return " ".join(aligned).rstrip()
-
-
-def comparison_table(comparison: Comparison) -> list[str]:
-    """Return all lines of a comparison's table: header, and a row for each policy."""
-    rows = comparison.rows
-    layout = Layout.of(
-        [row.variant for row in rows], [row.timing for row in rows], comparison.kinds
-    )
-    return [*layout.header, *(line for row in rows for line in layout.row(row))]
-
-
-def comparison_legend(comparison: Comparison) -> list[str]:
-    """Return text on what the table's columns mean, and on numbers that all rows share."""
-    scores = comparison.rows[0].scores
-    exact = [name for name in scores if not name.endswith(STEPS)]
-    rounds = len(comparison.baseline.prefill.wall_ms)
+    kept = f"keeping {' or '.join(each.words for each in shown.budgets)} of their tokens"
     legend = [
-        f"{', '.join(exact)}: % answered exactly, of {asked(scores)}.",
-        *steps_legend(scores),
-        f"kept: of {comparison.timed_tokens:,} tokens, per layer, after prefill. "
-        "KV: their bytes, % of full.",
-        f"ms: prefill; decode per token; batch 1, median of {rounds} round{'s' * (rounds > 1)}.",
-        "speed: x2 = twice as fast as full_context, the model without kvpolicy.",
+        f"right answers: % of {asked}{', ' + kept if shown.budgets else ''}; "
+        f"95% interval at most ±{100 * chance(shown.prompts):.0f}.",
     ]
-    if not all(speed.steady for speed in comparison.speeds):
-        legend.append(f"?: rounds disagree, or are fewer than {MIN_ROUNDS}: no speed to rely on.")
+    if shown.lines[0].steps:
+        legend.append("right steps: % of an answer before its first wrong step.")
+    at = f", at {shown.budget.words}" if shown.budget and len(shown.budgets) > 1 else ""
+    model = data.get("timed_model")
+    timed = f"{model} on that prompt" if model else "on that prompt"
+    clock = "processor time, " if data.get("processor_time") else ""
+    counts = [len(row["prefill"]["rounds_ms"]) for row in data["rows"] if row["prefill"]]
+    # Full context takes part in all rounds, also in those that few others take part in.
+    rounds = min(counts)
+    legend += [
+        f"cache held: keys and values of a prompt of {data['timed_tokens']:,} tokens{at}; "
+        "% of full context's.",
+        f"times as fast: {timed}{at}, against the same model without kvpolicy; "
+        f"{clock}median of {'at least ' * (max(counts) > rounds)}{rounds} "
+        f"round{'s' * (rounds > 1)}.",
+    ]
+    if shown.unsteady:
+        legend.append(
+            f"{NO_SPEED}: no speed, since rounds disagree or are fewer than {MIN_ROUNDS}."
+        )
     return legend
 
 
-def _rate(variant: Variant) -> str:
-    return "-" if variant.retention_rate is None else f"{variant.retention_rate:g}"
+def _cells(line: Line, shown: Shown, size: int) -> list[list[str]]:
+    budgets = list(shown.budgets) or list(line.right)
+    digits = 0 if size == 1 or shown.full_bytes >= 100 * size else 2
+    cells = [
+        [f"{100 * found[each]:.0f}" if each in found else "" for each in budgets]
+        for found in (line.right, line.steps)
+        if found
+    ]
+    held = f"{line.held_bytes / size:.{digits}f}"
+    return [
+        *cells,
+        [held, f"{100 * line.share:.1f}"],
+        [speed_text(line.prefill), speed_text(line.decode)],
+    ]
 
 
-def _measured(timing: Timing, baseline: Timing, unit_bytes: int) -> tuple[str, ...]:
-    held, full = timing.held, baseline.held
-    assert held is not None
-    assert full is not None
-    digits = 0 if unit_bytes == 1 or full.full_bytes >= 100 * unit_bytes else 2
-    return (
-        f"{held.kept:,.0f}",
-        f"{held.held_bytes / unit_bytes:.{digits}f}",
-        f"{100 * held.share:.1f}",
-        *_times(timing.prefill, baseline.prefill),
-        *_times(timing.decode, baseline.decode),
-    )
-
-
-def _times(phase: Phase, baseline: Phase) -> tuple[str, str]:
-    digits = 2 if phase.median_ms < 10 else 1 if phase.median_ms < 1000 else 0
-    speed = _ONE if phase is baseline else phase.speed(baseline).text
-    # Room for the mark, so that the digits line up with it and without.
-    return f"{phase.median_ms:.{digits}f}", speed if speed.endswith("?") else f"{speed} "
+def speed_text(speed: float | None) -> str:
+    """Return a speed as text such as ``"2.05"``; ``"-"`` if there is none to rely on."""
+    return NO_SPEED if speed is None else f"{speed:.2f}"

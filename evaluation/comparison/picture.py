@@ -1,15 +1,12 @@
-"""Draw the comparison: grids of accuracy by rate, and beside them the speeds.
-
-Made from the numbers of ``compare.json`` alone, so that a file can be drawn again.
-"""
+"""Draw the comparison: what its table says, from the numbers of ``compare.json`` alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.evaluation.comparison.speed import MIN_ROUNDS, Speed
+from kvpolicy.evaluation.comparison.layout import speed_text
+from kvpolicy.evaluation.comparison.shown import Budget, Line, Shown
 from kvpolicy.evaluation.pictures import (
     Cell,
     accuracy_colour,
@@ -18,136 +15,95 @@ from kvpolicy.evaluation.pictures import (
     png,
     row_axis,
 )
-from kvpolicy.evaluation.tasks.prompts import STEPS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Speeds are shown at one rate, the one nearest the paper's first.
-_SPEED_RATE = 0.1
-_PHASES = {"prefill": "prefill", "decode": "decoding"}
-# Inches: of a policy's name, a rate's column, a chart of speeds.
-_NAME, _COLUMN, _CHART = 1.9, 0.55, 1.9
+# Inches: of a policy's name, a budget's column, a chart of bars.
+_NAME, _COLUMN, _CHART = 1.6, 0.7, 2.1
+_FAST, _SLOW, _HELD, _BASELINE = "#1a7f37", "#8c6bb1", "#4878a8", "#888888"
 
 
-def plot_comparison(data: Mapping[str, Any]) -> bytes:
-    """Plot a comparison's accuracy and speed; return the picture as PNG bytes.
+def plot_comparison(data: Mapping[str, Any], names: Sequence[str] | None = None) -> bytes:
+    """Plot what a comparison's table says; return the picture as PNG bytes.
 
-    A row for each policy, full context first and the others by their accuracy. On the left a grid
-    for each kind of prompt, a column for each rate; a policy without a rate has one wide cell. On
-    the right the speed of prefill and decoding against full context, with the interval of the
-    median; hollow, with a question mark, where the rounds do not agree.
+    A row for each policy, in the order of the table. On the left its right answers at every
+    budget, then bars: how much of the cache it holds, and how fast it reads and decodes. A speed
+    whose rounds disagree has a dash and no bar.
 
     Args:
         data: As `Comparison.as_data` makes it, or a file of results holds it.
+        names: Which policies to draw, full context aside; None for all.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    policies = _by_accuracy(data["rows"])
-    kinds, exact = list(_scores(data["rows"][0])), data["rows"][0]["exact_match"]
-    rates = sorted({row["retention_rate"] for row in data["rows"]} - {None})
-    columns = [f"{rate:.0%}" if rate >= 0.01 else f"{rate:.1%}" for rate in rates] or ["all"]
-    grid_width = _COLUMN * max(len(columns), 2)
-    widths = [*[grid_width] * len(kinds), *[_CHART] * len(_PHASES)]
-    figure = new_figure(_NAME + sum(widths) + 0.6, len(policies))
+    shown = Shown.of(data)
+    lines = [
+        line
+        for line in shown.lines
+        if names is None or line is shown.lines[0] or line.name in names
+    ]
+    grids = [("right answers (%)", [line.right for line in lines])]
+    if lines[0].steps:
+        grids.append(("right steps (%)", [line.steps for line in lines]))
+    widths = [_COLUMN * max(len(shown.budgets), 2)] * len(grids) + [_CHART] * 3
+    figure = new_figure(_NAME + sum(widths), len(lines))
     axes = figure.subplots(1, len(widths), sharey=True, squeeze=False, width_ratios=widths)[0]
-    row_axis(axes[0], [_name(rows) for rows in policies])
-    for kind, each in zip(kinds, axes, strict=False):
-        cells = [_cells(rows, kind, rates) for rows in policies]
-        draw_grid(each, _title(kind), columns, cells, accuracy_colour())
-    shown = [_shown(rows) for rows in policies]
-    at = min(rates, key=lambda rate: abs(rate - _SPEED_RATE), default=None)
-    for (phase, words), each in zip(_PHASES.items(), axes[len(kinds) :], strict=True):
-        rate = "" if at is None else f", {at:.0%} kept"
-        each.set_title(f"{words}{rate}\n", fontsize=10, pad=8)
-        _speeds(each, [_speed(row[phase]) for row in shown])
+    row_axis(axes[0], [line.name for line in lines])
+    columns = [f"keeps\n{each.words}" for each in shown.budgets] or ["all"]
+    for (title, found), each in zip(grids, axes, strict=False):
+        draw_grid(each, title, columns, [_cells(row) for row in found], accuracy_colour())
+    at = f", keeping {shown.budget.words}" if shown.budget else ""
+    held, prefill, decode = axes[len(grids) :]
+    shares = [100 * line.share for line in lines]
+    _bars(held, f"cache held (%){at}", shares, [f"{each:.1f}" for each in shares], ())
+    for panel, title, speeds in (
+        (prefill, "prefill, times as fast", [line.prefill for line in lines]),
+        (decode, "decoding, times as fast", [line.decode for line in lines]),
+    ):
+        _bars(panel, title, speeds, [speed_text(each) for each in speeds], (1.0,))
+    model = data.get("timed_model") or "the model itself"
     figure.supxlabel(
-        "left: % answered exactly, by share of the tokens kept; right: times as fast as\n"
-        "full_context, the model without kvpolicy, and the 90% interval of that median;\n"
-        f"hollow and ?: rounds disagree, or are fewer than {MIN_ROUNDS}, no speed to rely on"
-        + ("\nsteps: of an answer before its first wrong one" if len(kinds) > len(exact) else ""),
-        fontsize=8,
+        f"Right answers: of {shown.prompts} prompts. Cache and speeds: a prompt of "
+        f"{data['timed_tokens']:,} tokens, {model}{at};\nspeeds against the model without kvpolicy"
+        + ("; -: rounds disagree." if _left_out(lines) else "."),
+        fontsize=9,
     )
     return png(figure)
 
 
-def _by_accuracy(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Group a comparison's rows by policy, full context first, then by falling accuracy."""
-    first = rows[0]["policy"]
-
-    def key(row: Mapping[str, Any]) -> tuple[object, ...]:
-        """Return a key that is equal for rows which the plot joins by one line."""
-        rate = row["retention_rate"]
-        return (row["policy"], row["tokens"]["kept"] if rate is None else None)
-
-    policies = [[row for row in rows if key(row) == each] for each in dict.fromkeys(map(key, rows))]
-
-    def rank(found: Sequence[Mapping[str, Any]]) -> tuple[bool, float]:
-        scores = [score["rate"] for row in found for score in _scores(row).values()]
-        return found[0]["policy"] != first, -fmean(scores)
-
-    return sorted(policies, key=rank)
+def _cells(found: Mapping[Budget, float]) -> list[Cell]:
+    return [
+        Cell(column, f"{100 * share:.0f}", 100 * share)
+        for column, share in enumerate(found.values())
+    ]
 
 
-def _scores(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's scores by name: exact answers per kind of prompt, and steps if counted."""
-    steps = row.get("right_steps", {})
-    return {**row["exact_match"], **{kind + STEPS: score for kind, score in steps.items()}}
+def _left_out(lines: Sequence[Line]) -> bool:
+    return any(None in (line.prefill, line.decode) for line in lines)
 
 
-def _title(kind: str) -> str:
-    """Return a plot column's title, broken into two short lines."""
-    if kind.endswith(STEPS):
-        return f"{kind.removesuffix(STEPS)}\n% steps"
-    return f"{kind}\n% exact" if "exact" not in kind else f"{kind}\n%"
-
-
-def _name(rows: Sequence[Mapping[str, Any]]) -> str:
-    row = rows[0]
-    kept = row["tokens"]["kept"] / row["tokens"]["seen"]
-    if row["retention_rate"] is not None or kept == 1:
-        return str(row["policy"])
-    return f"{row['policy']} (keeps {kept:.0%})"
-
-
-def _cells(rows: Sequence[Mapping[str, Any]], kind: str, rates: Sequence[float]) -> list[Cell]:
-    found = []
-    for row in rows:
-        score = 100 * _scores(row)[kind]["rate"]
-        rate = row["retention_rate"]
-        column, span = (0, max(len(rates), 1)) if rate is None else (rates.index(rate), 1)
-        found.append(Cell(column, f"{score:.0f}", score, span))
-    return found
-
-
-def _shown(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return a policy's row with the retention rate nearest to the one speeds are shown for."""
-    return min(rows, key=lambda row: abs((row["retention_rate"] or 0) - _SPEED_RATE))
-
-
-def _speed(phase: Mapping[str, Any]) -> Speed | None:
-    rounds = phase.get("rounds_speedup")
-    return None if rounds is None else Speed(tuple(rounds))
-
-
-def _speeds(axes: Axes, speeds: Sequence[Speed | None]) -> None:
-    """Plot each row's speed as a dot with an interval; the first row is the baseline."""
-    highest = max([1.0, *(speed.median for speed in speeds[1:] if speed)])
-    axes.set_xlim(0, 1.3 * highest)
-    axes.axvline(1.0, color="grey", linewidth=1.0, linestyle=":")
-    axes.tick_params(left=False, labelleft=False, labelsize=8)
-    axes.grid(axis="x", alpha=0.3)
-    for side in ("left", "right", "top"):
-        axes.spines[side].set_visible(False)
-    for index, speed in enumerate(speeds):
-        height = index + 0.5
-        # The baseline is 1 by definition, whatever a file says of how it was measured.
-        text = "1" if index == 0 or speed is None else speed.text.removeprefix("x")
-        axes.text(1.02, height, text, transform=axes.get_yaxis_transform(), va="center", fontsize=9)
-        if index == 0 or speed is None:
-            continue
-        if speed.interval is not None:
-            axes.plot(speed.interval, [height] * 2, color="C0", linewidth=2.0, alpha=0.5)
-        face = "C0" if speed.steady else "white"
-        axes.plot(speed.median, height, marker="o", color="C0", markerfacecolor=face)
+def _bars(
+    axes: Axes,
+    title: str,
+    values: Sequence[float | None],
+    texts: Sequence[str],
+    marks: Sequence[float],
+) -> None:
+    """Draw a bar for each row with its number behind it; marks are dotted lines."""
+    axes.set_title(f"{title}\n", fontsize=10, pad=8)
+    highest = max([*marks, *(value for value in values if value is not None)])
+    axes.set_xlim(0, 1.35 * highest)
+    axes.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    for mark in marks:
+        axes.axvline(mark, color="grey", linewidth=1.0, linestyle=":")
+    for index, (value, text) in enumerate(zip(values, texts, strict=True)):
+        length = value or 0.0
+        colour = (
+            _BASELINE if index == 0 else _HELD if not marks else _FAST if length >= 1 else _SLOW
+        )
+        axes.barh(index + 0.5, length, height=0.7, color=colour, alpha=0.75)
+        axes.text(length + 0.03 * highest, index + 0.5, text, va="center", fontsize=9)

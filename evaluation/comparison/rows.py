@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
 
-from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy, measures
+from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy
 from kvpolicy.evaluation.comparison.latency import (
     Phase,
     Timing,
@@ -15,6 +17,7 @@ from kvpolicy.evaluation.comparison.latency import (
     measure_latency,
 )
 from kvpolicy.evaluation.comparison.speed import Speed
+from kvpolicy.evaluation.comparison.timed import WARM_UP_TOKENS, Timed
 from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.tasks.prompts import STEPS, Prompt
@@ -24,8 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FULL_CONTEXT = Variant("full_context", FullContext())
-# Before the label of the policy whose row comes next.
-ACCURACY_STAGE = "accuracy of "
 
 
 @attrs.frozen
@@ -36,12 +37,12 @@ class Row:
         variant: The policy.
         scores: By the prompts' measures: exact match by kind, and of long answers their steps.
         timing: Its times, and what its cache held after prefill. Of full context, the times of the
-            model without kvpolicy.
+            model without kvpolicy. None if it was not timed.
     """
 
     variant: Variant
     scores: dict[str, Score]
-    timing: Timing
+    timing: Timing | None
 
 
 @attrs.frozen
@@ -51,15 +52,21 @@ class Comparison:
     Args:
         rows: One for each policy, full context first: speeds are against it.
         timed_tokens: Length of the prompt that times and memory were measured on.
+        timed_model: The model that read it, in words; None for the one that answered.
+        processor_time: Whether times are of the processor, not of the clock.
     """
 
     rows: tuple[Row, ...]
     timed_tokens: int
+    timed_model: str | None = None
+    processor_time: bool = False
 
     @property
     def baseline(self) -> Timing:
         """The times of the model without kvpolicy, on Transformers' own cache."""
-        return self.rows[0].timing
+        timing = self.rows[0].timing
+        assert timing is not None
+        return timing
 
     @property
     def kinds(self) -> list[str]:
@@ -68,15 +75,13 @@ class Comparison:
 
     @property
     def speeds(self) -> list[Speed]:
-        """The prefill and decoding speeds of every policy but full context."""
+        """The prefill and decoding speeds of every policy that was timed but full context."""
         before = self.baseline
         return [
             speed
-            for row in self.rows[1:]
-            for speed in (
-                row.timing.prefill.speed(before.prefill),
-                row.timing.decode.speed(before.decode),
-            )
+            for timing in (row.timing for row in self.rows[1:])
+            if timing is not None
+            for speed in (timing.prefill.speed(before.prefill), timing.decode.speed(before.decode))
         ]
 
     def as_data(self) -> dict[str, Any]:
@@ -84,51 +89,48 @@ class Comparison:
 
         ``speedup`` is full context's time over the policy's: above 1 is faster. ``steady`` says
         whether its rounds agree (see `kvpolicy.evaluation.comparison.speed.Speed`). Full context
-        has neither.
+        has neither. The tokens, bytes and times of a policy that was not timed are None.
         """
         return {
             "timed_tokens": self.timed_tokens,
+            "timed_model": self.timed_model,
+            "processor_time": self.processor_time,
             "baseline": "full_context: the model without kvpolicy, on Transformers' DynamicCache",
             "rows": [self._row_data(row) for row in self.rows],
         }
 
     def _row_data(self, row: Row) -> dict[str, Any]:
-        held = row.timing.held
-        assert held is not None
-        before = None if row is self.rows[0] else self.baseline
         return {
             "policy": row.variant.name,
             "retention_rate": row.variant.retention_rate,
+            "retention_tokens": row.variant.retention_tokens,
             "parameters": dict(row.variant.parameters),
             **scores_data(row.scores),
-            "tokens": {"seen": held.seen, "kept": held.kept},
-            "kv_bytes": {
-                "held": held.held_bytes,
-                "padding": held.padding_bytes,
-                "full": held.full_bytes,
-                "share": held.share,
-            },
-            "prefill": phase_data(row.timing.prefill, before.prefill if before else None),
-            "decode": phase_data(row.timing.decode, before.decode if before else None),
+            **_timing_data(row.timing, None if row is self.rows[0] else self.baseline),
         }
 
 
-class Listener:
-    """Base of listeners told of a comparison's progress, to display it; does nothing."""
+def _timing_data(timing: Timing | None, before: Timing | None) -> dict[str, Any]:
+    """Return what was measured of one policy on the timed prompt, as a dict for JSON."""
+    if timing is None:
+        return dict.fromkeys(("tokens", "kv_bytes", "prefill", "decode"))
+    held = timing.held
+    assert held is not None
+    return {
+        "tokens": {"seen": held.seen, "kept": held.kept},
+        "kv_bytes": {
+            "held": held.held_bytes,
+            "padding": held.padding_bytes,
+            "full": held.full_bytes,
+            "share": held.share,
+        },
+        "prefill": phase_data(timing.prefill, before.prefill if before else None),
+        "decode": phase_data(timing.decode, before.decode if before else None),
+    }
 
-    def timed(
-        self, variants: Sequence[Variant], timings: Sequence[Timing], kinds: Sequence[str]
-    ) -> None:
-        """Called with all policies' times and sizes, before any prompt is answered.
 
-        Args:
-            variants: The policies in the order of their rows, full context first.
-            timings: Theirs, in the same order.
-            kinds: The measures of the prompts that will be asked.
-        """
-
-    def row(self, row: Row) -> None:
-        """Called with each policy's results when they are complete, in table order."""
+# Called with each policy's row when it is complete.
+RowDone = Callable[[Row], None]
 
 
 def compare(
@@ -139,15 +141,19 @@ def compare(
     rounds: int = 9,
     new_tokens: int = 16,
     timing_seconds: float | None = None,
+    again: int = 0,
+    timed: Timed | None = None,
+    timed_labels: Collection[str] | None = None,
     progress: Progress = silent,
-    listener: Listener | None = None,
+    row_done: RowDone | None = None,
 ) -> Comparison:
     """Compare policies with full context on the same prompts.
 
     Time and memory are measured first, at batch 1 and in turns (see `measure_latency`), on the
-    first of the prompts of median length; full context is the model without kvpolicy there. Then
-    accuracy, policy by policy, in batches of prompts of one length. Threads and dtype are the
-    caller's: ``torch.set_num_threads``, and the model's.
+    first of the prompts of median length, or on a model and prompt of their own; full context is
+    the model without kvpolicy there. Then accuracy, policy by policy, in batches of prompts of one
+    length. Threads and dtype are the caller's: ``torch.set_num_threads``, and the model's. A model
+    and prompt of their own are timed on one thread, in processor time if they are on a processor.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -157,8 +163,11 @@ def compare(
         rounds: Rounds of timing, at least 1; with fewer than 5 no speed counts as steady.
         new_tokens: Tokens decoded in each, at least 1.
         timing_seconds: After which no further round of timing is begun; None for no limit.
+        again: Further rounds, at most, of the policies whose speeds are not steady.
+        timed: A model and prompt to time; None for the model and its prompt of median length.
+        timed_labels: Which of the policies to time, by their labels; None for all.
         progress: Told how far it is.
-        listener: Told of the rows as they are done.
+        row_done: Called with each row when it is complete.
 
     Raises:
         ValueError: There are no prompts, two variants have one label, or a policy does not fit
@@ -172,28 +181,65 @@ def compare(
         raise ValueError("prompts must hold at least one prompt, got none")
     for variant in chosen:
         variant.policy.check_model(model.config.num_hidden_layers)
-    listener = listener or Listener()
-    by_length = sorted((prompt.input_ids for prompt in prompts), key=len)
-    timed = by_length[len(by_length) // 2]
-    latencies = measure_latency(
-        model,
-        timed,
-        {variant.label: variant.policy for variant in chosen[1:]},
-        rounds=rounds,
-        new_tokens=new_tokens,
-        seconds=timing_seconds,
-        progress=progress,
-    )
-    held = held_after_prefill(model, timed, FULL_CONTEXT.policy)
-    timings = [attrs.evolve(latencies.baseline, held=held), *latencies.timings.values()]
-    listener.timed(chosen, timings, measures(prompts))
+    if timed is None:
+        by_length = sorted((prompt.input_ids for prompt in prompts), key=len)
+        at = Timed(model, tuple(by_length[len(by_length) // 2]), "")
+    else:
+        at = timed
+    wanted = set(labels if timed_labels is None else timed_labels)
+    with _threads(None if timed is None else 1):
+        latencies = measure_latency(
+            at.model,
+            at.input_ids,
+            {each.label: each.policy for each in chosen[1:] if each.label in wanted},
+            rounds=rounds,
+            new_tokens=new_tokens,
+            seconds=timing_seconds,
+            again=again,
+            warm_up_tokens=None if timed is None else WARM_UP_TOKENS,
+            processor_time=timed is not None and timed.processor_time,
+            progress=progress,
+        )
+        held = held_after_prefill(at.model, at.input_ids, FULL_CONTEXT.policy)
+    timings: dict[str, Timing] = {
+        FULL_CONTEXT.label: attrs.evolve(latencies.baseline, held=held),
+        **latencies.timings,
+    }
     rows = []
-    for variant, timing in zip(chosen, timings, strict=True):
-        stage = f"{ACCURACY_STAGE}{variant.label}"
+    for variant in chosen:
+        stage = f"answers of {variant.label}"
         scores = measure_accuracy(model, prompts, variant.policy, progress=progress, stage=stage)
-        rows.append(Row(variant, scores, timing))
-        listener.row(rows[-1])
-    return Comparison(tuple(rows), len(timed))
+        rows.append(Row(variant, scores, timings.get(variant.label)))
+        if row_done is not None:
+            row_done(rows[-1])
+    return comparison_of(rows, timed)
+
+
+def comparison_of(rows: Sequence[Row], timed: Timed | None) -> Comparison:
+    """Return the comparison of rows, full context's first, all or those that are finished.
+
+    Args:
+        rows: At least one.
+        timed: The model and prompt that were timed, if not those that answered.
+    """
+    timing = rows[0].timing
+    assert timing is not None
+    assert timing.held is not None
+    tokens = timing.held.seen
+    if timed is None:
+        return Comparison(tuple(rows), tokens)
+    return Comparison(tuple(rows), tokens, timed.words, timed.processor_time)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Compute with a number of threads inside the block; None for as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def scores_data(scores: Mapping[str, Score]) -> dict[str, Any]:

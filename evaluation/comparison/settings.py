@@ -26,19 +26,38 @@ class Extent:
         rates: KV retention rates.
         count: Needle prompts.
         rounds: Rounds of timing.
-        timing_seconds: After which no further round is begun; None for no limit. On a busy machine
-            what threads wait for each other can take ten times the work.
+        again: Further rounds, at most, of policies whose speeds vary from round to round.
+        timing_seconds: After which no further round is begun; None for no limit. With a random
+            model, seconds of the processor.
     """
 
     rates: tuple[float, ...]
     count: int
     rounds: int
+    again: int
     timing_seconds: float | None = None
 
 
-# The first table in two minutes on two cores: the paper's rate. And what is worth reporting.
-QUICK = Extent(rates=(0.1,), count=40, rounds=9, timing_seconds=30.0)
-THOROUGH = Extent(rates=RATES, count=200, rounds=9)
+# The first table in two minutes on two cores, at two rates that tell methods apart: at 2% the good
+# ones, at 5% the others. And what is worth reporting.
+QUICK = Extent(rates=(0.02, 0.05), count=32, rounds=5, again=2, timing_seconds=120.0)
+THOROUGH = Extent(rates=RATES, count=200, rounds=9, again=9)
+# With full context, the twelve rows of the first table: the methods that people know, and for each
+# thing that a policy can be for at least one that is good at it.
+SHOWN = (
+    "adakv",
+    "criticalkv",
+    "pyramidkv",
+    "snapkv",
+    "fastkv",
+    "spirekv",
+    "gemfilter",
+    "keydiff",
+    "h2o",
+    "streamingllm",
+    "random",
+)
+SPEED_CONTEXT = 8192
 
 
 @attrs.frozen(kw_only=True)
@@ -57,7 +76,10 @@ class Settings(ModelOptions):
     ] = None
     policies: PolicyOptions = attrs.field(factory=PolicyOptions)
     tsp_layer: Annotated[int | None, TSP_LAYER] = None
-    thorough: Annotated[bool, Option("More rates and prompts: many minutes, not two.")] = False
+    thorough: Annotated[
+        bool, Option("All policies, more rates and prompts: many minutes, not two.")
+    ] = False
+    every_policy: Annotated[bool, Option("All policies, not only twelve.", ("--all",))] = False
     context: Annotated[
         int,
         Option(
@@ -82,14 +104,23 @@ class Settings(ModelOptions):
         int | None,
         Option(
             "Rounds of timing; fewer than 5 tell no speed; default: "
-            f"{QUICK.rounds}, fewer after {QUICK.timing_seconds:g} s, thorough {THOROUGH.rounds}.",
+            f"{QUICK.rounds}, fewer after {QUICK.timing_seconds:g} s, thorough {THOROUGH.rounds}; "
+            "then again those that vary.",
             min=1,
         ),
     ] = None
+    speed_context: Annotated[
+        int,
+        Option(
+            "Tokens of the prompt that is timed with a bundled model, on a random Llama, since its "
+            f"own prompts are short; default: {SPEED_CONTEXT:,}.",
+            min=MIN_NEEDLE_CONTEXT,
+        ),
+    ] = SPEED_CONTEXT
     new_tokens: Annotated[
         int,
         Option("Tokens decoded in a round.", ("--answer-tokens",), min=1, earlier="--new-tokens"),
-    ] = 16
+    ] = 32
     threads: Annotated[int, THREADS] = attrs.field(factory=default_threads)
 
     @context.default
@@ -113,6 +144,24 @@ class Settings(ModelOptions):
     def rounds(self) -> int:
         """The number of times that each policy is timed."""
         return self._rounds or self._extent.rounds
+
+    @property
+    def again(self) -> int:
+        """The number of further rounds, at most, for policies whose speeds vary."""
+        return 0 if self._rounds else self._extent.again
+
+    @property
+    def asked_policies(self) -> PolicyOptions:
+        """The policies to compare; without names, those that are shown by default, or all."""
+        asked = self.policies
+        if asked.names or asked.parts or self.every_policy or self.thorough:
+            return asked
+        return attrs.evolve(asked, names=SHOWN)
+
+    @property
+    def own_speed_model(self) -> bool:
+        """True if a random model is timed: prompts of the bundled models are too short for it."""
+        return self.prompts is None
 
     @property
     def timing_seconds(self) -> float | None:

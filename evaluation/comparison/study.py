@@ -13,11 +13,17 @@ from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.evaluation.calibration.choice import select_tsp_layer
 from kvpolicy.evaluation.calibration.distances import Calibration
 from kvpolicy.evaluation.comparison.chosen import chosen_variants
-from kvpolicy.evaluation.comparison.latency import Timing
 from kvpolicy.evaluation.comparison.picture import plot_comparison
 from kvpolicy.evaluation.comparison.plots import plot_sweep
-from kvpolicy.evaluation.comparison.rows import Comparison, Listener, Row, compare
+from kvpolicy.evaluation.comparison.rows import (
+    FULL_CONTEXT,
+    Comparison,
+    Row,
+    compare,
+    comparison_of,
+)
 from kvpolicy.evaluation.comparison.settings import Settings
+from kvpolicy.evaluation.comparison.shown import timed_labels
 from kvpolicy.evaluation.comparison.speed import MIN_ROUNDS
 from kvpolicy.evaluation.comparison.sweep import (
     SEED_OFFSET,
@@ -26,6 +32,7 @@ from kvpolicy.evaluation.comparison.sweep import (
     sweep_rates,
     sweep_tsp_layers,
 )
+from kvpolicy.evaluation.comparison.timed import Timed, random_llama
 from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.defaults import CALIBRATION_SEED_OFFSET
 from kvpolicy.evaluation.extras import require
@@ -81,8 +88,8 @@ class Study:
         """Return the study's settings and results as a dict for JSON."""
         settings = attrs.asdict(self.settings)
         del settings["_rounds"], settings["thorough"]  # what they come to is there
-        settings["policies"] = self.settings.policies.names
-        for name in ("rates", "rounds", "timing_seconds"):
+        settings["policies"] = self.settings.asked_policies.names
+        for name in ("rates", "rounds", "again", "timing_seconds"):
             settings[name] = getattr(self.settings, name)
         prompts = self.settings.prompts
         settings["prompts"] = self.settings.model if prompts is None else str(prompts)
@@ -108,18 +115,25 @@ def headline(settings: Settings, loaded: Loaded) -> list[str]:
     found = environment(loaded.model.device)
     versions, machine = found["versions"], found["machine"]
     threads, rounds = settings.threads, settings.rounds
-    prompts = (
-        f"{settings.count} {OWN_PROMPTS[settings.model].words} of {settings.context:,} tokens"
-        if settings.prompts is None
-        else f"prompts of {settings.prompts}"
-    )
     return [
         f"kvpolicy {versions['kvpolicy']}, torch {versions['torch']}, transformers "
         f"{versions['transformers']}",
         f"model {settings.model} in {loaded.dtype} on {machine.get('gpu', machine['device'])}, "
         f"{threads} thread{'s' * (threads > 1)}, {machine['processor']}",
-        f"{prompts}; first all times, in {rounds} round{'s' * (rounds > 1)}, then the answers",
+        f"{asked(settings)}; first all speeds, in {rounds} round{'s' * (rounds > 1)}, then answers",
     ]
+
+
+def asked(settings: Settings, count: int | None = None) -> str:
+    """Return words on the prompts that a comparison asks.
+
+    Args:
+        settings: What is compared.
+        count: How many prompts the user's file holds; None while that is not known.
+    """
+    if settings.prompts is not None:
+        return f"{'the' if count is None else count} prompts of {settings.prompts}"
+    return f"{settings.count} {OWN_PROMPTS[settings.model].words} of {settings.context:,} tokens"
 
 
 def check(settings: Settings, out: Path | None = None) -> list[Variant]:
@@ -134,7 +148,7 @@ def check(settings: Settings, out: Path | None = None) -> list[Variant]:
         MissingExtraError: Pictures are wanted and matplotlib is not installed.
     """
     chosen = chosen_variants(
-        settings.policies, settings.rates, tsp_layer=settings.effective_tsp_layer
+        settings.asked_policies, settings.rates, tsp_layer=settings.effective_tsp_layer
     )
     if out is not None:
         check_folder(out, FILES if settings.sweep else FILES[:2])
@@ -187,7 +201,6 @@ def run(
     chosen: Sequence[Variant],
     loaded: Loaded,
     progress: Progress = silent,
-    listener: Listener | None = None,
     unfinished: Callable[[Study], None] | None = None,
 ) -> Study:
     """Compare policies, and calibrate and sweep if the settings ask; sets torch's thread count.
@@ -197,7 +210,6 @@ def run(
         chosen: The policies, from `check`.
         loaded: The model.
         progress: Told how far it is.
-        listener: Told of the comparison's rows as they are done.
         unfinished: Called with what is done where the work ends early, as by Ctrl-C, before that is
             raised; not without a row.
     """
@@ -206,7 +218,8 @@ def run(
     notes = _notes(settings, chosen, loaded, prompts)
     # First, since it is short and says at once what is wrong with a file of prompts.
     calibration = _calibration(settings, loaded, notes, progress) if settings.sweep else None
-    keeping = _Keeping(listener or Listener())
+    timed = _timed(settings, loaded)
+    rows: list[Row] = []
 
     def found(comparison: Comparison, *more: str) -> Study:
         said = (*notes, *_timing_notes(settings, comparison), *more)
@@ -221,55 +234,30 @@ def run(
             rounds=settings.rounds,
             new_tokens=settings.new_tokens,
             timing_seconds=settings.timing_seconds,
+            again=settings.again,
+            timed=timed,
+            timed_labels=timed_labels(chosen),
             progress=progress,
-            listener=keeping,
+            row_done=rows.append,
         )
         sweep, rate_sweep = _sweeps(settings, loaded, calibration, progress)
     except BaseException:  # Ctrl-C is one; minutes of work shall not be lost
-        if unfinished is not None and keeping.rows:
-            study = found(keeping.comparison, keeping.said)
-            unfinished(attrs.evolve(study, finished=False))
+        if unfinished is not None and rows:
+            labels = [
+                FULL_CONTEXT.label,
+                *(it.label for it in chosen if it.name != FULL_CONTEXT.name),
+            ]
+            done = comparison_of(rows, timed)
+            unfinished(attrs.evolve(found(done, _unfinished(labels, rows)), finished=False))
         raise
     return attrs.evolve(found(comparison), sweep=sweep, rate_sweep=rate_sweep)
 
 
-@attrs.define
-class _Keeping(Listener):
-    """A listener that stores a comparison's finished rows and passes them to another listener.
-
-    Args:
-        listener: Whom to.
-        labels: Of all the rows that are to come.
-        rows: Those that are done.
-    """
-
-    listener: Listener
-    labels: list[str] = attrs.field(factory=list)
-    rows: list[Row] = attrs.field(factory=list)
-
-    def timed(
-        self, variants: Sequence[Variant], timings: Sequence[Timing], kinds: Sequence[str]
-    ) -> None:
-        self.labels = [variant.label for variant in variants]
-        self.listener.timed(variants, timings, kinds)
-
-    def row(self, row: Row) -> None:
-        self.rows.append(row)
-        self.listener.row(row)
-
-    @property
-    def comparison(self) -> Comparison:
-        """Return the comparison of the rows finished so far."""
-        held = self.rows[0].timing.held
-        assert held is not None
-        return Comparison(tuple(self.rows), held.seen)
-
-    @property
-    def said(self) -> str:
-        """Return a note on which rows a stopped comparison lacks."""
-        missing = self.labels[len(self.rows) :]
-        left = f"without {', '.join(missing)}" if missing else "without the sweep"
-        return f"Unfinished: stopped after {len(self.rows)} of {len(self.labels)} rows, {left}."
+def _unfinished(labels: Sequence[str], rows: Sequence[Row]) -> str:
+    """Return a note on which rows a stopped comparison lacks."""
+    missing = labels[len(rows) :]
+    left = f"without {', '.join(missing)}" if missing else "without the sweep"
+    return f"Unfinished: stopped after {len(rows)} of {len(labels)} rows, {left}."
 
 
 def write(study: Study, folder: Path) -> list[str]:
@@ -283,6 +271,14 @@ def write(study: Study, folder: Path) -> list[str]:
     files = dict(zip(FILES, contents, strict=False))
     write_all(folder, files)
     return list(files)
+
+
+def _timed(settings: Settings, loaded: Loaded) -> Timed | None:
+    """Return the model and prompt to time; None for the model and prompts that answer."""
+    if not settings.own_speed_model:
+        return None
+    found = random_llama(loaded.model.config.num_hidden_layers, settings.speed_context)
+    return attrs.evolve(found, model=found.model.to(loaded.model.device))
 
 
 def _prompts(settings: Settings, loaded: Loaded, seed: int) -> list[Prompt]:
@@ -343,10 +339,13 @@ def _notes(
         why = "chosen from the sweep on other prompts (see --sweep)"
     else:
         why = "its default"
-    for name in dict.fromkeys(each.name for each in chosen if _has_tsp_layer(each)):
-        policy = next(each.policy for each in chosen if each.name == name)
+    by_layers: dict[str, list[str]] = {}
+    for name, policy in {each.name: each.policy for each in chosen if _has_tsp_layer(each)}.items():
         layers = sorted(policy.propagation.acting_layers(loaded.model.config.num_hidden_layers))
-        notes.append(f"{name} drops tokens after layer {', '.join(map(str, layers))}, {why}.")
+        by_layers.setdefault(", ".join(map(str, layers)), []).append(name)
+    for layers_said, names in by_layers.items():
+        verb = "drops" if len(names) == 1 else "drop"
+        notes.append(f"{', '.join(names)} {verb} tokens after layer {layers_said}, {why}.")
     raised = [
         each
         for each in chosen
@@ -384,7 +383,7 @@ def _timing_notes(settings: Settings, comparison: Comparison) -> list[str]:
         notes.append(f"Fewer than {MIN_ROUNDS} rounds of timing say nothing about speed.")
     elif unsteady:
         notes.append(
-            f"{unsteady} of {len(comparison.speeds)} speeds are unsteady from round to round. Is "
-            "the machine busy? Try again when it is idle, or with fewer --threads."
+            f"Left out, since rounds disagree: {unsteady} of {len(comparison.speeds)} speeds. Is the "
+            "machine busy? Try again when it is idle, or with fewer --threads."
         )
     return notes

@@ -134,9 +134,9 @@ class StagedPropagation(PropagationPolicy):
         single = [at for at, layers in enumerate(acting) if is_open[at] and len(layers) == 1]
         if len(free) < len(single):
             raise ValueError(
-                f"stages must each drop after a layer of its own that sees the whole context: "
-                f"{len(single)} stages have no layer given, but a model of {num_layers} layers has "
-                f"{len(free)} such layers free, {free}; combine fewer stages"
+                "stages must each drop after a layer of its own that sees the whole context: "
+                f"{len(single)} stages have no layer given, and in a model of {num_layers} layers "
+                f"these are free: {free}; combine fewer stages"
             )
         stages, behind = list(self.stages), -1
         for count, at in enumerate(sorted(single, key=lambda at: min(acting[at])), start=1):

@@ -65,5 +65,5 @@ def test_covers_what_is_true_as_often_as_it_says() -> None:
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="at least one, got 0 and 0"):
         paired_difference([], [])
-    with pytest.raises(ValueError, match="same prompts"):
+    with pytest.raises(ValueError, match="one entry for each prompt"):
         paired_difference([1.0], [1.0, 0.0])

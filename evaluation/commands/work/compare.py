@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 
 from rich.console import Console
 from rich.table import Table
@@ -15,11 +15,12 @@ from kvpolicy.evaluation.commands.work.terminal import (
     progress_shown,
     show_written,
 )
-from kvpolicy.evaluation.comparison.latency import Timing
-from kvpolicy.evaluation.comparison.layout import Layout, comparison_legend
-from kvpolicy.evaluation.comparison.rows import ACCURACY_STAGE, Listener, Row
+from kvpolicy.evaluation.comparison.layout import WIDTH, comparison_legend, comparison_table
+from kvpolicy.evaluation.comparison.sentences import sentences
+from kvpolicy.evaluation.comparison.shown import Shown
 from kvpolicy.evaluation.comparison.study import (
     Study,
+    asked,
     check,
     check_loaded,
     headline,
@@ -34,7 +35,6 @@ from kvpolicy.evaluation.comparison.tables import (
     sweep_legend,
     sweep_table,
 )
-from kvpolicy.evaluation.comparison.variant import Variant
 
 
 def run_compare(options: CompareOptions) -> None:
@@ -57,8 +57,8 @@ def run_compare(options: CompareOptions) -> None:
         )
     stopped: list[Study] = []
     try:
-        with progress_shown(console, quiet=ACCURACY_STAGE) as progress:
-            study = run(settings, chosen, loaded, progress, Rows(console), stopped.append)
+        with progress_shown(console) as progress:
+            study = run(settings, chosen, loaded, progress, stopped.append)
     except BaseException:
         for study in stopped:
             show_and_write(study, out)
@@ -66,51 +66,28 @@ def run_compare(options: CompareOptions) -> None:
     show_and_write(study, out)
 
 
-class Rows(Listener):
-    """Prints a comparison's table row by row, each policy's when it is done.
-
-    Args:
-        console: The console to print to; it must not wrap lines.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.layout: Layout | None = None
-
-    def timed(
-        self, variants: Sequence[Variant], timings: Sequence[Timing], kinds: Sequence[str]
-    ) -> None:
-        """Print the table's header once all policies are timed."""
-        self.layout = Layout.of(variants, timings, kinds)
-        self._print(["", *self.layout.header], "bold")
-
-    def row(self, row: Row) -> None:
-        """Print the table row of a finished policy."""
-        assert self.layout is not None
-        self._print(self.layout.row(row))
-
-    def _print(self, lines: Sequence[str], style: str | None = None) -> None:
-        for line in lines:
-            self.console.print(line, style=style)
-        # Into a file, too, at once: who waits for the rest can read it.
-        self.console.file.flush()
-
-
 def show_and_write(study: Study, out: Path | None) -> None:
-    """Print a finished comparison except its rows, and write it if a folder is given."""
+    """Print a comparison, and write it if a folder is given."""
     show(study)
     if out is not None:
         show_written(out, write(study, out))
 
 
 def show(study: Study) -> None:
-    """Print a comparison except its rows: legends, notes and the tables of the sweeps."""
+    """Print a comparison: its table, legend, notes, what it shows, and the sweeps' tables."""
     console = Console(highlight=False, markup=False)
+    data = study.comparison.as_data()
+    shown = Shown.of(data)
     console.print()
-    for line in comparison_legend(study.comparison):
-        console.print(line, style="dim")
-    for note in study.notes:
-        console.print(note)
+    for index, line in enumerate(comparison_table(shown)):
+        console.print(line, style="bold" if index < 2 else None, soft_wrap=True)
+    console.print()
+    prompts = asked(study.settings, shown.prompts)
+    for line in (*comparison_legend(shown, data, prompts), *study.notes):
+        console.print(fill(line, WIDTH), style="dim")
+    console.print()
+    for sentence in sentences(shown):
+        console.print(fill(sentence, WIDTH))
     if study.sweep is not None:
         _show_table(console, sweep_table(study.sweep), sweep_legend(study.sweep))
     if study.sweep is not None and study.sweep.calibration is not None:

@@ -64,7 +64,7 @@ def progress_bar(console: Console | None = None) -> Iterator[Progress]:
 
 
 @contextmanager
-def progress_lines(console: Console, quiet: str) -> Iterator[Progress]:
+def progress_lines(console: Console, quiet: str | tuple[str, ...] = ()) -> Iterator[Progress]:
     """Print a line whenever a stage of work begins; yield the function that reports stages.
 
     Args:
@@ -83,7 +83,9 @@ def progress_lines(console: Console, quiet: str) -> Iterator[Progress]:
     yield tell
 
 
-def progress_shown(console: Console, quiet: str) -> AbstractContextManager[Progress]:
+def progress_shown(
+    console: Console, quiet: str | tuple[str, ...] = ()
+) -> AbstractContextManager[Progress]:
     """Show a progress bar on a terminal, or lines of progress in other output.
 
     Args:

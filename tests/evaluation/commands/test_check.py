@@ -116,7 +116,7 @@ SAID = {
     ),
     "nemotron_h": ("pyramidinfer", "layers after which pyramidinfer drops tokens must attend"),
     "hy_v4": ("pyramidinfer", "must not pick slots by an indexer for a later layer"),
-    "gemma3n_text": ("sliminfer", "stages must each act after a layer of its own"),
+    "gemma3n_text": ("sliminfer", "stages must each drop after a layer of its own"),
     "codegen": (
         "fastkv",
         "fastkv cannot be applied to CodeGenForCausalLM, whose attention does not go through "

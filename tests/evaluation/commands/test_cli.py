@@ -24,7 +24,7 @@ from kvpolicy.evaluation.commands.work import compare as command_compare
 from kvpolicy.evaluation.commands.work import generate as command_generate
 from kvpolicy.evaluation.commands.work.terminal import progress_shown
 from kvpolicy.evaluation.comparison import rows
-from kvpolicy.evaluation.comparison.rows import ACCURACY_STAGE
+from kvpolicy.evaluation.comparison.settings import SHOWN
 from kvpolicy.registry import registered
 
 Run = Callable[..., tuple[int, str, str]]
@@ -134,25 +134,31 @@ def test_compare_bad_prompts_and_folders(run: Run, tmp_path: Path) -> None:
 
 
 def test_compare_prints_a_table_and_writes(run: Run, tmp_path: Path) -> None:
-    small = ("--context", 96, "--count", 4, "--rounds", 1, "--answer-tokens", 1, "--threads", 1)
+    small = ("--context", 96, "--speed-context", 128, "--count", 4)
     out = tmp_path / "out"
-    status, shown, _ = run("compare", "-p", "snapkv", "-r", 0.2, *small, "--out", out)
+    status, shown, _ = run("compare", "-p", "snapkv", "-r", 0.2, *small, *QUICK, "--out", out)
     assert status == 0
     assert max(map(len, shown.split("\nwritten")[0].splitlines())) <= 80
     rows = [line.split() for line in shown.splitlines()]
-    (snap,) = (row for row in rows if row[:1] == ["snapkv"])
-    (full,) = (row for row in rows if row[:1] == ["full_context"])
-    assert (snap[1], snap[4], full[4]) == ("0.2", "19", "96")
+    (snap,) = (row for row in rows if row[:1] == ["snapkv"] and len(row) == 6)
+    (full,) = (row for row in rows if row[:1] == ["full_context"] and len(row) == 6)
+    assert (full[2:], snap[2:]) == (["393", "100.0", "1.00", "1.00"], ["77", "19.5", "-", "-"])
     assert "1 thread," in shown
-    assert "speed: x2 = twice as fast" in shown
+    text = " ".join(shown.split())
+    assert "times as fast: a random Llama of 6 layers on that prompt, against the same" in text
+    assert "-: no speed, since rounds disagree or are fewer than 5." in text
+    assert "No speed can be relied on" in text
     assert sorted(path.name for path in out.iterdir()) == ["compare.json", "compare.png"]
 
 
 QUICK = ("--rounds", 1, "--answer-tokens", 1, "--threads", 1)
+FEW = ("--context", 96, "--speed-context", 96, "--count", 2)
 
 
-def test_rows_are_flushed_one_by_one_into_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a policy is asked its answers, the rows before it are out, in plain lines."""
+def test_progress_is_flushed_line_by_line_into_a_pipe(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file, a line says which policy answers, before the next one is asked."""
     seen: list[str] = []
     real = rows.measure_accuracy
 
@@ -170,34 +176,32 @@ def test_rows_are_flushed_one_by_one_into_a_pipe(run: Run, monkeypatch: pytest.M
 
     monkeypatch.setattr(rows, "measure_accuracy", measure)
     monkeypatch.setattr(sys, "stdout", out)
-    arguments = ("-p", "snapkv", "-p", "tova", "-r", 0.2, "--context", 96, "--count", 2, *QUICK)
+    arguments = ("-p", "snapkv", "-p", "tova", "-r", 0.2, *FEW, *QUICK)
     assert run("compare", *arguments)[0] == 0
-    names = [[line.split()[0] for line in text.splitlines() if line] for text in seen]
-    start = ["kvpolicy", "model", "2", "timing,", "one-", "policy"]
-    assert names == [start, [*start, "full_context"], [*start, "full_context", "snapkv"]]
+    assert [text.splitlines()[-1] for text in seen] == [
+        "timing, in turns ...",
+        "answers of full_context ...",
+        "answers of snapkv 0.2 ...",
+    ]
     assert "\x1b" not in out.getvalue()
     assert max(map(len, out.getvalue().splitlines())) <= 80
-    assert re.search(r"^snapkv .*\?$", out.getvalue(), flags=re.MULTILINE)
-    assert "?: rounds disagree, or are fewer than 5" in out.getvalue()
+    assert re.search(r"^snapkv .* - +-$", out.getvalue(), flags=re.MULTILINE)
 
 
 def test_a_sweep_says_where_it_is(run: Run) -> None:
-    few = ("-p", "fastkv", "-r", 0.5, "--context", 96, "--count", 2)
+    few = ("-p", "fastkv", "-r", 0.5, *FEW)
     status, shown, _ = run("compare", *few, "--sweep-rates", *QUICK)
     assert status == 0
     assert "sweep: TSP rate 0.4, retention rate 0.4 ..." in shown.splitlines()
-    assert "accuracy of" not in shown
 
 
-def test_a_terminal_gets_each_row_once(run: Run) -> None:
-    """On a terminal rows go above a bar, and no line of stages."""
+def test_a_terminal_gets_a_bar(run: Run) -> None:
+    """On a terminal there is a bar, and no line of stages."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80, soft_wrap=True)
-    with progress_shown(console, quiet=ACCURACY_STAGE) as progress:
-        progress("accuracy of tova", 1, 2)
-        command_compare.Rows(console)._print(["a row"])
+    with progress_shown(console) as progress:
+        progress("answers of tova", 1, 2)
         progress("sweep: all", 1, 2)
-    assert out.getvalue().count("a row") == 1
     assert "sweep: all ..." not in out.getvalue()
     assert "1/2" in out.getvalue()
 
@@ -205,10 +209,10 @@ def test_a_terminal_gets_each_row_once(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((), ((0.1,), 40, 9, 30.0)),
-        (("--thorough",), ((0.02, 0.1, 0.2), 200, 9, None)),
-        (("--thorough", "-r", 0.3, "--count", 8, "--rounds", 2), ((0.3,), 8, 2, None)),
-        (("--rounds", 9), ((0.1,), 40, 9, None)),
+        ((), ((0.02, 0.05), 40, 5, 2, 120.0)),
+        (("--thorough",), ((0.02, 0.1, 0.2), 200, 9, 9, None)),
+        (("--thorough", "-r", 0.3, "--count", 8, "--rounds", 2), ((0.3,), 8, 2, 0, None)),
+        (("--rounds", 9), ((0.02, 0.05), 40, 9, 0, None)),
     ],
 )
 def test_how_much_is_compared(
@@ -223,7 +227,35 @@ def test_how_much_is_compared(
     monkeypatch.setattr(command_compare, "check", refuse)
     assert run("compare", *arguments)[0] == 1
     (found,) = asked
-    assert (found.rates, found.count, found.rounds, found.timing_seconds) == expected
+    measured = (found.rates, found.count, found.rounds, found.again, found.timing_seconds)
+    assert measured == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ((), SHOWN),
+        (("--all",), ()),
+        (("--thorough",), ()),
+        (("-p", "tova,fastkv"), ("tova", "fastkv")),
+        (("--scorer", "last_query"), ()),
+    ],
+)
+def test_which_policies_are_compared(
+    run: Run, arguments: tuple[str, ...], names: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eleven and full context; with --all and without names, all that are registered."""
+    asked: list[Any] = []
+
+    def refuse(settings: Any, *_: object) -> None:
+        asked.append(settings)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(command_compare, "check", refuse)
+    assert run("compare", *arguments)[0] == 1
+    assert asked[0].asked_policies.names == names
+    assert len(SHOWN) + 1 <= 12
+    assert set(SHOWN) <= set(registered("policy"))
 
 
 def test_a_sweep_on_prompts_as_short_as_the_window(run: Run, tmp_path: Path) -> None:
@@ -240,13 +272,14 @@ def test_a_sweep_on_prompts_as_short_as_the_window(run: Run, tmp_path: Path) -> 
 def test_compare_long_answers_under_a_bound(run: Run, tmp_path: Path) -> None:
     """A bound that nothing needs leaves the answers; one below the facts breaks them off."""
     asked = ("--model", "long_answers", "--context", 64, "--count", 4, "-p", "streamingllm")
+    asked += ("--speed-context", 64)
     for tokens, holds in ((512, True), (8, False)):
         bound = ("-r", 1.0, "--decoding-tokens", tokens, "--decoding-every", 4)
         status, shown, _ = run("compare", *asked, *bound, *QUICK, "--out", tmp_path)
         assert status == 0
-        assert "4 prompts of 64 tokens; first all times" in shown
-        assert "loop, chain: % answered exactly, of 2 + 2 prompts" in shown
-        assert "loop steps, chain steps: % of an answer before its first wrong step." in shown
+        assert "4 prompts of 64 tokens; first all speeds" in shown
+        assert "right answers: % of 4 prompts of 64 tokens" in shown
+        assert "right steps: % of an answer before its first wrong step." in shown
         data = json.loads((tmp_path / "compare.json").read_text())
         assert data["settings"]["prompts"] == "long_answers"
         full, bounded = data["rows"]
@@ -254,10 +287,12 @@ def test_compare_long_answers_under_a_bound(run: Run, tmp_path: Path) -> None:
             assert list(full[score]) == ["loop", "chain"]
             rates = [[row[score][kind]["rate"] for kind in full[score]] for row in (full, bounded)]
             assert (rates[0] == rates[1]) is holds
-        shares = [row["right_steps"]["loop"] for row in (full, bounded)]
-        timed = (line for line in shown.splitlines() if re.search(r" x[\d.]+\??$", line))
-        cells = [line.split()[-10] for line in timed]
-        assert cells == [f"{100 * each['rate']:.1f}" for each in shares]
+        shares = [
+            sum(each["matches"] for each in row["right_steps"].values()) / 4
+            for row in (full, bounded)
+        ]
+        table = shown[shown.index("\npolicy ") :].splitlines()[2:4]
+        assert [line.split()[2] for line in table] == [f"{100 * each:.0f}" for each in shares]
 
 
 @pytest.mark.parametrize(("model", "context"), [("needle", 1024), ("long_answers", 256)])
@@ -292,7 +327,7 @@ def test_compare_on_prompts_of_a_file(run: Run, tmp_path: Path) -> None:
         file.write_text("\n".join(lines))
         status, shown, _ = run("compare", "--prompts-file", file, *quick)
         assert status == 0
-        found = re.search(r"^full_context +- +([\d.]+) ", shown, flags=re.MULTILINE)
+        found = re.search(r"^full_context +(\d+) ", shown, flags=re.MULTILINE)
         assert found is not None
         return float(found[1])
 

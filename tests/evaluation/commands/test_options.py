@@ -34,7 +34,7 @@ from kvpolicy.policies import (
 Run = Callable[..., tuple[int, str, str]]
 ESTIMATE = ("estimate", "--config", "llama-3.1-8b", "--context", 8192)
 QUICK = ("--context", 96, "--count", 2, "--rounds", 1, "--answer-tokens", 1, "--threads", 1)
-COMPARE = ("compare", *QUICK)
+COMPARE = ("compare", *QUICK, "--speed-context", 96)
 CALIBRATE = ("calibrate", "--context", 96, "--count", 2, "--threads", 1)
 
 

@@ -14,6 +14,7 @@ from tests.evaluation.commands.test_cli import Run, _process_state, run
 __all__ = ["_process_state", "run"]
 
 QUICK = ("--context", 64, "--count", 2, "--rounds", 1, "--answer-tokens", 2, "--threads", 1)
+QUICK += ("--speed-context", 64)
 ASKED = ("compare", "-p", "snapkv,h2o,tova", "--rate", 0.5, *QUICK)
 
 
@@ -76,7 +77,7 @@ def test_one_row_is_kept_as_well_and_none_is_nothing(
 
 
 def test_a_finished_comparison_says_so(run: Run, tmp_path: Path) -> None:
-    status, shown, _ = run("compare", "-p", "snapkv", *QUICK, "--out", tmp_path)
+    status, shown, _ = run("compare", "-p", "snapkv", "-r", 0.5, *QUICK, "--out", tmp_path)
     assert status == 0
     assert "Unfinished" not in shown
     assert json.loads((tmp_path / "compare.json").read_text())["finished"] is True

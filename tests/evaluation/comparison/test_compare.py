@@ -30,11 +30,12 @@ from kvpolicy.evaluation import (
     variants,
 )
 from kvpolicy.evaluation.commands.work.compare import show
-from kvpolicy.evaluation.comparison.layout import Layout, comparison_legend, comparison_table
+from kvpolicy.evaluation.comparison.layout import comparison_legend, comparison_table
 from kvpolicy.evaluation.comparison.picture import plot_comparison
 from kvpolicy.evaluation.comparison.plots import plot_sweep
-from kvpolicy.evaluation.comparison.rows import Listener
+from kvpolicy.evaluation.comparison.sentences import sentences
 from kvpolicy.evaluation.comparison.settings import Settings
+from kvpolicy.evaluation.comparison.shown import Budget, Shown, timed_labels
 from kvpolicy.evaluation.comparison.study import (
     CALIBRATION_COUNT,
     _timing_notes,
@@ -43,6 +44,7 @@ from kvpolicy.evaluation.comparison.study import (
     write,
 )
 from kvpolicy.evaluation.comparison.tables import byte_unit, sweep_table
+from kvpolicy.evaluation.comparison.timed import random_llama
 from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.integrations.transformers import LayerReport
 from kvpolicy.policies import FullContext, SnapKV
@@ -94,57 +96,51 @@ def with_rounds(prefill: tuple[float, ...], baseline: tuple[float, ...]) -> Comp
     return Comparison(tuple(rows), 131072)
 
 
+def table_of(comparison: Comparison) -> list[str]:
+    return comparison_table(Shown.of(comparison.as_data()))
+
+
 def test_table_by_hand() -> None:
     """Full context is 1 against itself by definition; two rounds are too few for a speed."""
-    lines = comparison_table(made_up())
-    assert [" ".join(line.split()) for line in lines[2:]] == [
-        "full_context - 100.0 12.5 131,072 17.18 100.0 3000 x1 90.0 x1",
-        "streamingllm 0.15 33.3 12.5 13,107 1.72 10.0 1000 x3.00? 60.0 x2.00?",
+    assert table_of(made_up()) == [
+        "               right answers       cache held    times as fast",
+        "policy                   15%        GB      %   prefill decode",
+        "full_context              94     17.18  100.0      1.00   1.00",
+        "streamingllm              18      1.72   10.0         -      -",
     ]
-    assert "GB" in lines[1]
-    assert max(map(len, lines)) <= 80
-
-
-def test_columns_stand_under_each_other() -> None:
-    header, units, full, snap = comparison_table(made_up())
-    for name, cells in (("kept", ("131,072", "13,107")), ("%", ("100.0", "10.0"))):
-        end = units.rindex(name) + len(name)
-        assert (full[:end].split()[-1], snap[:end].split()[-1]) == cells
-    assert header.index("decode") + len("decode") == full.index("90.0") + len("90.0")
-    assert full.index("x1", 60) == snap.index("x2.00?")
 
 
 def test_a_long_name_gets_a_line_of_its_own() -> None:
     full, snap = made_up().rows
     name = "a_policy_of_somebody_with_a_long_name"
     row = attrs.evolve(snap, variant=Variant(name, SnapKV(), 0.15))
-    lines = comparison_table(Comparison((full, row), 131072))
+    lines = table_of(Comparison((full, row), 131072))
     assert lines[3] == name
-    assert lines[4].split()[:2] == ["0.15", "33.3"]
+    assert lines[4].split()[:2] == ["18", "1.72"]
     assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(
     ("prefill", "steady", "shown"),
     [
-        ((1000.0, 1010.0, 990.0, 1000.0, 1000.0), True, "x2.00 "),
-        ((1000.0, 2000.0, 990.0, 1000.0, 1000.0), False, "x2.00? "),
-        ((1000.0, 1000.0, 1000.0, 1000.0), False, "x2.00? "),
-        ((135.0,), False, "x14.81? "),
+        ((1000.0, 1010.0, 990.0, 1000.0, 1000.0), True, "2.00"),
+        ((1000.0, 2000.0, 990.0, 1000.0, 1000.0), False, "-"),
+        ((1000.0, 1000.0, 1000.0, 1000.0), False, "-"),
+        ((135.0,), False, "-"),
     ],
 )
-def test_unsteady_speeds_are_marked_wherever_they_are_said(
+def test_unsteady_speeds_are_left_out_wherever_they_are_said(
     prefill: tuple[float, ...], steady: bool, shown: str
 ) -> None:
     comparison = with_rounds(prefill, (2000.0,) * len(prefill))
-    row = comparison_table(comparison)[3] + " "
-    assert shown in row
-    full, policy = comparison.as_data()["rows"]
+    assert table_of(comparison)[3].split()[-2] == shown
+    data = comparison.as_data()
+    full, policy = data["rows"]
     assert policy["prefill"]["steady"] is steady
     assert (policy["prefill"]["interval_90"] is None) is (len(prefill) < 5)
     assert not {"speedup", "steady", "rounds_speedup"} & set(full["prefill"])
-    marked = any("?" in line for line in comparison_legend(comparison))
-    assert marked is not steady
+    legend = comparison_legend(Shown.of(data), data, "prompts")
+    assert any(line.startswith("-: no speed") for line in legend) is not steady
     settings = Settings(rounds=len(prefill))
     assert bool(_timing_notes(settings, comparison)) is not steady
 
@@ -166,24 +162,15 @@ def test_data_by_hand() -> None:
 def test_notes_say_what_is_wrong_with_the_times() -> None:
     unsteady = with_rounds((1000.0, 2000.0, 1000.0, 1000.0, 1000.0), (2000.0,) * 5)
     (note,) = _timing_notes(Settings(rounds=5), unsteady)
-    assert note.startswith("1 of 2 speeds are unsteady")
+    assert note.startswith("Left out, since rounds disagree: 1 of 2 speeds.")
     stopped, few = _timing_notes(Settings(), made_up())
-    assert "after 30 s with 2 of 9 rounds" in stopped
+    assert "after 120 s with 2 of 5 rounds" in stopped
     assert "Fewer than 5 rounds" in few
 
 
-def test_rows_come_as_they_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The times first, then each row before the next policy is asked anything."""
+def test_rows_are_told_as_they_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row before the next policy is asked anything."""
     events: list[object] = []
-
-    class Told(Listener):
-        def timed(self, variants: Any, timings: Any, kinds: Any) -> None:
-            events.append(([each.label for each in variants], list(kinds)))
-            assert timings[0].held.share == 1.0
-            assert Layout.of(variants, timings, kinds).header[-1].split()[0] == "policy"
-
-        def row(self, row: Row) -> None:
-            events.append(row.variant.label)
 
     def measure(model: object, prompts: object, policy: object, **_: object) -> object:
         events.append(type(policy))
@@ -192,14 +179,124 @@ def test_rows_come_as_they_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpolicy.evaluation.comparison.rows.measure_accuracy", measure)
     prompts = [Prompt(tuple(random_tokens(0, 20)), ((1,),))]
     model = tiny_model("llama", seed=3)
-    compare(model, prompts, variants(["snapkv"], [0.3]), rounds=1, new_tokens=1, listener=Told())
-    assert events == [
-        (["full_context", "snapkv 0.3"], ["exact match"]),
-        FullContext,
-        "full_context",
-        type(SnapKV()),
-        "snapkv 0.3",
+    chosen = variants(["snapkv"], [0.3])
+    compare(
+        model,
+        prompts,
+        chosen,
+        rounds=1,
+        new_tokens=1,
+        row_done=lambda row: events.append(row.variant.label),
+    )
+    assert events == [FullContext, "full_context", type(SnapKV()), "snapkv 0.3"]
+
+
+def test_another_model_is_timed_at_one_budget() -> None:
+    """Bytes are those of the timed model's prompt; what is not timed says nothing of them."""
+    model = tiny_model("llama", seed=3)
+    prompts = [Prompt(tuple(random_tokens(0, 20)), ((1,),))]
+    chosen = variants(["snapkv"], [0.2, 0.5])
+    assert timed_labels(chosen) == ["snapkv 0.2"]
+    found = compare(
+        model,
+        prompts,
+        chosen,
+        rounds=1,
+        new_tokens=1,
+        timed=random_llama(3, 70),
+        timed_labels=timed_labels(chosen),
+    )
+    data = found.as_data()
+    full, low, high = data["rows"]
+    assert (data["timed_tokens"], data["timed_model"]) == (70, "a random Llama of 3 layers")
+    assert data["processor_time"] is True
+    assert full["kv_bytes"]["full"] == 70 * 3 * 2 * 2 * 32 * 4
+    assert low["tokens"] == {"seen": 70, "kept": 14.0}
+    assert [high[name] for name in ("tokens", "kv_bytes", "prefill", "decode")] == [None] * 4
+    (line,) = Shown.of(data).lines[1:]
+    assert [budget.words for budget in line.right] == ["20%", "50%"]
+    assert line.share == 0.2
+
+
+def row_of(name: str, rate: float | None, right: int, speeds: tuple[float, float]) -> Any:
+    """A row of a file of results, of 100 prompts."""
+    prefill, decode = ({"rounds_speedup": [speed] * 5, "rounds_ms": [1] * 5} for speed in speeds)
+    share = 1.0 if rate is None else rate
+    return {
+        "policy": name,
+        "retention_rate": rate,
+        "exact_match": {"all": {"matches": right, "count": 100}},
+        "tokens": {"seen": 1000, "kept": 1000 * share},
+        "kv_bytes": {"held": round(1000 * share), "full": 1000, "share": share},
+        "prefill": prefill,
+        "decode": decode,
+    }
+
+
+def results(*rows: Any) -> dict[str, Any]:
+    full = row_of("full_context", None, 100, (1.0, 1.0))
+    return {"timed_tokens": 1000, "rows": [full, *rows]}
+
+
+def test_lines_are_sorted_by_accuracy_and_then_by_speed() -> None:
+    shown = Shown.of(
+        results(
+            *(row_of("slow", rate, 80, (1.0, 1.0)) for rate in (0.02, 0.05)),
+            *(row_of("bad", rate, 10, (9.0, 9.0)) for rate in (0.02, 0.05)),
+            *(row_of("fast", rate, 80, (2.0, 1.0)) for rate in (0.02, 0.05)),
+            row_of("whole", None, 90, (1.0, 1.0)),
+        )
+    )
+    assert [line.name for line in shown.lines] == ["full_context", "whole", "fast", "slow", "bad"]
+    assert [each.words for each in shown.budgets] == ["2%", "5%"]
+    assert shown.budget == Budget(0.05)
+    assert shown.lines[1].right == {Budget(0.02): 0.9, Budget(0.05): 0.9}
+
+
+def test_sentences_say_what_the_lines_show() -> None:
+    shown = Shown.of(
+        results(
+            *(row_of("good", rate, 97, (2.0, 3.0)) for rate in (0.02, 0.05)),
+            row_of("bad", 0.02, 10, (9.0, 9.0)),
+            row_of("bad", 0.05, 50, (9.0, 9.0)),
+        )
+    )
+    assert sentences(shown) == [
+        "It matters which tokens are kept: keeping 2% of a prompt's tokens, good answers 97% of "
+        "the prompts right and bad 10%.",
+        "At 5%, 1 of 2 policies answers as many right as full context (100%, or at most 5 points "
+        "less) with 5% of its cache.",
+        "Fastest of these is good: it reads the prompt 2.0 times as fast as full context and "
+        "decodes 3.0 times as fast.",
     ]
+
+
+def test_sentences_say_nothing_that_the_lines_do_not_show() -> None:
+    """No difference beyond chance, no policy as good as full context, no gain, no speed."""
+    alike = Shown.of(results(*(row_of(name, 0.1, 60, (1.0, 1.0)) for name in "ab")))
+    assert sentences(alike) == [
+        "Keeping 10% of a prompt's tokens, every policy answers 60% of the 100 prompts right.",
+        "At 10% no policy comes within 5 points of full context's 100%; the best is a with 60%.",
+        "Speed: none of them reads the prompt much faster than full context; none decodes much "
+        "faster; the prompts may be too short for that.",
+    ]
+    near = Shown.of(results(*(row_of(str(right), 0.1, right, (1.0, 1.0)) for right in (60, 65))))
+    assert sentences(near)[0] == (
+        "Keeping 10% of a prompt's tokens, policies answer 60% to 65% of 100 prompts right: too "
+        "few prompts to tell them apart."
+    )
+    slow = row_of("a", 0.1, 100, (1.0, 2.5))
+    assert "a decodes 2.5 times as fast" in sentences(Shown.of(results(slow)))[2]
+    slow["prefill"]["rounds_speedup"] = [1.0]
+    assert sentences(Shown.of(results(slow)))[2] == "Speed: a decodes 2.5 times as fast."
+    slow["decode"]["rounds_speedup"] = [1.0]
+    assert sentences(Shown.of(results(slow)))[2].startswith("No speed can be relied on")
+    fast = row_of("a", 0.1, 100, (2.0, 2.5))
+    fast["decode"]["rounds_speedup"] = [1.0]
+    assert sentences(Shown.of(results(fast)))[2] == (
+        "Fastest of these is a: it reads the prompt 2.0 times as fast as full context."
+    )
+    assert sentences(Shown.of(results())) == []
 
 
 def test_byte_units_at_their_edges() -> None:
@@ -289,23 +386,29 @@ def test_the_picture_of_a_sweep(kinds: list[str]) -> None:
 def test_the_picture_of_a_comparison_has_a_row_for_each_policy() -> None:
     data = made_up().as_data()
     full, snap = data["rows"]
+    other = {**snap, "policy": "other"}
     two = pixels(plot_comparison(data))
     # A second rate is a column, another policy a row.
-    rates = pixels(plot_comparison({"rows": [full, snap, {**snap, "retention_rate": 0.3}]}))
-    policies = pixels(plot_comparison({"rows": [full, snap, {**snap, "policy": "other"}]}))
+    rates = pixels(plot_comparison({**data, "rows": [full, snap, {**snap, "retention_rate": 0.3}]}))
+    policies = pixels(plot_comparison({**data, "rows": [full, snap, other]}))
     assert rates.shape == two.shape
     assert policies.shape[0] > two.shape[0]
     assert policies.shape[1] == two.shape[1]
-    # Two numbers of tokens, which are no rates, are two rows.
+    chosen = plot_comparison({**data, "rows": [full, snap, other]}, ["streamingllm"])
+    assert pixels(chosen).shape == two.shape
+    # Two numbers of tokens, which files of earlier versions do not say, are two rows.
     tokens = [
         {**snap, "retention_rate": None, "tokens": {"seen": 99, "kept": kept}} for kept in (9, 18)
     ]
-    assert pixels(plot_comparison({"rows": [full, *tokens]})).shape[0] == policies.shape[0]
+    for each in tokens:
+        del each["retention_tokens"]
+    drawn = pixels(plot_comparison({**data, "rows": [full, *tokens]}))
+    assert drawn.shape[0] == policies.shape[0]
     assert coloured(two) > 0.02
-    assert coloured(pixels(plot_comparison({"rows": [full]}))) > 0.01
+    assert coloured(pixels(plot_comparison({**data, "rows": [full]}))) > 0.01
 
 
-def test_the_picture_marks_what_is_unsteady(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_says_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.axes import Axes
 
     said: list[str] = []
@@ -317,9 +420,9 @@ def test_the_picture_marks_what_is_unsteady(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Axes, "text", text)
     plot_comparison(with_rounds((1000.0,) * 5, (2000.0,) * 5).as_data())
-    assert said[-4:] == ["1", "2.00", "1", "1.00"]
+    assert said == ["94", "18", "100.0", "10.0", "1.00", "2.00", "1.00", "1.00"]
     plot_comparison(made_up().as_data())
-    assert said[-4:] == ["1", "3.00?", "1", "2.00?"]
+    assert said[-4:] == ["1.00", "-", "1.00", "-"]
 
 
 def test_study_on_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,7 +430,8 @@ def test_study_on_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixtur
     settings = Settings(
         context=128,
         count=6,
-        policies=PolicyOptions(rates=(0.1, 0.3)),
+        policies=PolicyOptions(names=("fastkv", "snapkv", "pyramidinfer"), rates=(0.1, 0.3)),
+        speed_context=96,
         rounds=2,
         new_tokens=2,
         threads=1,
@@ -342,27 +446,22 @@ def test_study_on_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixtur
         "tsp_layers.png",
     ]
     data = json.loads((tmp_path / "compare.json").read_text())
-    # A name that leaves the numbers no room has a line of its own.
-    said = "\n".join(comparison_table(study.comparison))
-    lines = re.sub(r"^(\w+)\n +", r"\1 ", said, flags=re.MULTILINE).splitlines()
-    assert len(lines) == 2 + len(data["rows"])
-    for line, row in zip(lines[2:], data["rows"], strict=True):
-        match = row["exact_match"]
+    lines = {line.split()[0]: line.split()[1:] for line in table_of(study.comparison)[2:]}
+    assert next(iter(lines)) == "full_context"
+    assert {row["policy"] for row in data["rows"]} == set(lines)
+    for row in data["rows"]:
+        cells = lines[row["policy"]]
         rate = row["retention_rate"]
-        cells = line.split()
-        assert cells[:5] == [
-            row["policy"],
-            "-" if rate is None else f"{rate:g}",
-            f"{100 * match['one-hop']['rate']:.1f}",
-            f"{100 * match['two-hop']['rate']:.1f}",
-            f"{row['tokens']['kept']:,.0f}",
-        ]
-        assert cells[6] == f"{100 * row['kv_bytes']['share']:.1f}"
-        assert float(cells[7]) == pytest.approx(row["prefill"]["median_ms"], abs=0.51)
-        for cell, phase in ((cells[8], row["prefill"]), (cells[10], row["decode"])):
-            assert cell == (f"x{phase['speedup']:.2f}?" if "speedup" in phase else "x1")
+        scores = row["exact_match"].values()
+        right = sum(score["matches"] for score in scores) / sum(each["count"] for each in scores)
+        assert cells[0 if rate is None else [0.1, 0.3].index(rate)] == f"{100 * right:.0f}"
+        if rate == 0.3:
+            assert row["prefill"] is None
+            continue
+        assert cells[3] == f"{100 * row['kv_bytes']['share']:.1f}"
+        assert cells[4:] == ["-", "-"] if row["policy"] != "full_context" else ["1.00", "1.00"]
         token_bytes = row["kv_bytes"]["held"] - row["kv_bytes"]["padding"]
-        assert token_bytes == pytest.approx(row["tokens"]["kept"] * 6 * 2 * 2 * 16 * 4)
+        assert token_bytes == pytest.approx(row["tokens"]["kept"] * 6 * 2 * 2 * 32 * 4)
     wanted = {"rates": [0.1, 0.3], "count": 6, "rounds": 2, "timing_seconds": None}
     assert wanted.items() <= data["settings"].items()
     assert data["settings"]["tsp_layer"] == settings.effective_tsp_layer

@@ -39,7 +39,7 @@ def test_turns_go_round_and_the_first_round_does_not_count(monkeypatch: pytest.M
     labels = {id(policy): label for label, policy in policies.items()} | {id(None): "none"}
     order: list[str] = []
 
-    def take_turn(model: Any, prompt: Any, policy: Any, new_tokens: int) -> Any:
+    def take_turn(model: Any, prompt: Any, policy: Any, new_tokens: int, *_: Any) -> Any:
         order.append(labels[id(policy)])
         count = float(len(order))
         return latency._Turn((count, 10 * count), (100 * count, 1000 * count), None)
@@ -113,6 +113,49 @@ def test_no_round_begins_after_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -
         return len(found.baseline.prefill.wall_ms)
 
     assert (rounds(None), rounds(20.0), rounds(19.0), rounds(0.0)) == (4, 2, 1, 1)
+
+
+def test_unsteady_policies_are_timed_again_with_the_baseline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that varies in its first rounds gets more, and its speeds are round by round."""
+    turns: dict[str, int] = {}
+    steady, restless = SnapKV(), FastKV()
+    labels = {id(None): "none", id(steady): "steady", id(restless): "restless"}
+
+    def take_turn(model: Any, prompt: Any, policy: Any, new_tokens: int, *_: Any) -> Any:
+        label = labels[id(policy)]
+        number = turns[label] = turns.get(label, 0) + 1
+        wall = 20.0 if label == "none" else 10.0
+        if label == "restless" and number in (2, 3):
+            wall = 40.0
+        return latency._Turn((wall, 1.0), (wall, 1.0), None)
+
+    monkeypatch.setattr(latency, "_take_turn", take_turn)
+    model = tiny_model("llama", seed=1)
+    policies = {"steady": steady, "restless": restless}
+    found = measure_latency(model, [1, 2], policies, rounds=5, again=9)
+    # Of n rounds with two slow ones, the interval leaves out both from the eleventh on.
+    assert turns == {"none": 12, "steady": 6, "restless": 12}
+    assert found.timings["steady"].prefill.rounds == (0, 1, 2, 3, 4)
+    speed = found.timings["restless"].prefill.speed(found.baseline.prefill)
+    assert speed.rounds == (0.5, 0.5, *[2.0] * 9)
+    assert speed.steady
+    turns.clear()
+    measure_latency(model, [1, 2], policies, rounds=5, again=2)
+    assert turns["restless"] == 8
+    turns.clear()
+    measure_latency(model, [1, 2], policies, rounds=2, again=2)
+    assert turns["restless"] == 3
+
+
+def test_processor_time_stands_for_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", seed=1)
+    turn = latency._Turn((8.0, 3.0), (2.0, 1.0), None)
+    monkeypatch.setattr(latency, "_take_turn", lambda *_: turn)
+    found = measure_latency(model, [1, 2], {}, rounds=1, processor_time=True)
+    assert found.baseline.prefill == Phase((3.0,), (3.0,))
+    assert found.baseline.decode == Phase((1.0,), (1.0,))
 
 
 def test_interval_of_the_median_by_hand() -> None:

@@ -82,7 +82,7 @@ def test_what_content_decides_is_not_known() -> None:
     cells = shown.getvalue().splitlines()[2].split()
     assert cells[:6] == ["mass", "-", "-", "-", "-", "20"]
     (note,) = (note for note in notes_of(TINY, 40, [variant]) if "content" in note)
-    assert note.startswith("mass decides by content how many tokens go on")
+    assert note.startswith("mass decides by the prompt's content how many tokens go on")
 
 
 def test_a_drop_on_paper() -> None:

@@ -203,7 +203,7 @@ def test_a_refusal_in_the_words_of_the_command_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^gemfilter 0\.1 cannot be applied to tiny: ") as error:
         asking.documents()
     reason = str(error.value).partition(": ")[2]
-    assert "where gemfilter 0.1 restarts the prefill" in reason
+    assert "if gemfilter 0.1 restarts the prefill" in reason
     assert "GemFilter" not in reason
     assert "(" not in reason
 

@@ -115,7 +115,7 @@ def test_versions_and_machine_of_one_folder_are_at_the_top(
     html, rows = page.read_text(), table.read_text().splitlines()
     before_scores = html[: html.index("<h2>Scores</h2>")]
     for name, value in (("machine", "made up, 2 CPUs"), ("kvpolicy", "1"), ("threads", "1")):
-        assert f'<th scope="row">{name}</th><td>{value}</td>' in before_scores
+        assert f"<dt>{name}</dt><dd>{value}</dd>" in before_scores
         assert rows.index(f"| {name} | {value} |") < 10
     assert "folders differ" not in html
 

@@ -133,8 +133,12 @@ def test_a_folder_with_nothing_yet(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         filled(tmp_path, StandIn(stop_after=0))
     page, _ = write_report(load(tmp_path), tmp_path / "report.html")
-    assert Scores(page.read_text()).scores == {}
-    assert "Not finished: 30 of 30 cells" in page.read_text()
+    text = page.read_text()
+    assert Scores(text).scores == {}
+    assert "Not finished: 30 of 30 cells" in text
+    # No chart without anything to draw, and no heading without a chart.
+    assert "<figure>" not in text
+    assert not re.findall("<h2>(?:Score against|Time of)", text)
 
 
 def test_markdown_by_hand(tmp_path: Path) -> None:

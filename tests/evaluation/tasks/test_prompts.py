@@ -72,7 +72,7 @@ def test_file_of_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("no json", "got no JSON"),
+        ("no json", "got invalid JSON"),
         ('["prompt", "answer"]', "got list"),
         ('{"prompt": "a"}', "answer=None"),
         ('{"prompt": 3, "answer": "b"}', "prompt=3"),

@@ -21,12 +21,12 @@ LIMITS = {
 
 # The most Python calls that a layer may add in such a prompt.
 CALLS = {
-    "FullContext": 40,
-    "StreamingLLM": 85,
-    "SnapKV": 105,
-    "KeyDiff": 99,
-    "FastKV": 115,
-    "AdaKV": 133,
+    "FullContext": 42,
+    "StreamingLLM": 88,
+    "SnapKV": 108,
+    "KeyDiff": 102,
+    "FastKV": 118,
+    "AdaKV": 137,
 }
 
 

@@ -140,9 +140,9 @@ def test_named_layers_are_left_to_their_stages() -> None:
 
 
 def test_too_few_layers_that_see_the_whole_context() -> None:
-    with pytest.raises(ValueError, match="stages must each act after a layer of its own.*3 st"):
+    with pytest.raises(ValueError, match="stages must each drop after a layer of its own.*3 st"):
         SlimInfer().placed(4, [0, 2])
-    with pytest.raises(ValueError, match=r"find 1 of these, \[3\]; use a StagedPropagation"):
+    with pytest.raises(ValueError, match=r"these are free: \[3\]; combine fewer"):
         staged(TSP(tsp_layer=1), TSP(), TSP(tsp_depth=0.75)).placed(8, [1, 3])
 
 
