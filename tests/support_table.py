@@ -25,21 +25,21 @@ UNSEEN = (
 REASONS = (
     ("rows must not be padded", "Every policy, rows without padding"),
     ("once for a token", "Refused: layers run several times for each token"),
-    ("of columns", "Refused: attention depends on input columns, which a policy changes"),
+    ("of columns", "Refused: attention depends on columns of the input, which a policy changes"),
     (
         "depend on the columns",
-        "Refused: attention depends on input columns, which a policy changes",
+        "Refused: attention depends on columns of the input, which a policy changes",
     ),
     ("must take past_key_values", "Refused: the model takes no cache of Transformers' kind"),
     ("FastKV", "Policies that evict; policies that drop tokens are refused"),
     ("some layer must hold", "Refused: no layer attends, so there is nothing to choose"),
     ("keeps it in the model itself", "Refused: the model keeps its states outside the cache"),
     ("compressed attention", "Refused: a cache entry holds several compressed tokens"),
-    ("reference window", "Refused: the prompt is seen whole, the answer through a window"),
+    ("reference window", "Refused: the answer sees the whole prompt, but only a window of itself"),
     ("sparse", "Refused: attention is sparse by blocks"),
     ("self-check found", "Refused: the self-check finds different logits"),
-    ("text alone", "Not checked: the model reads no prompt without an image"),
-    ("pixel_values", "Not checked: the model reads no prompt without an image"),
+    ("text alone", "Not checked: the model cannot read a prompt without an image"),
+    ("pixel_values", "Not checked: the model cannot read a prompt without an image"),
 )
 # Those that a reader looks for first.
 _KNOWN = """
@@ -110,18 +110,20 @@ def page() -> str:
     found = groups()
     known = sorted(name for name in found[RIGHT] if name in KNOWN)
     opening = (
-        "Which decoders of Transformers work with kvpolicy: of "
-        f"{len(outcomes())} builds, {len(found[RIGHT])} work with every policy. A build is a tiny "
-        "random model of a family; 20 are variants of other builds. `make families` compares each "
+        "Which decoders of Transformers work with kvpolicy. For each family of models a tiny model "
+        f"with random weights, a *build*, was tested. Of {len(outcomes())} builds (20 are variants "
+        f"of others), {len(found[RIGHT])} work with every policy. `make families` compares each "
         "build with its own dense attention under `FullContext`, `StreamingLLM`, `SnapKV` and "
-        "`FastKV`: one row and a left-padded pair, six decoded tokens. This page is generated from "
-        "the outcome."
+        "`FastKV`, with one row and with two rows of which one is left-padded, for six decoded "
+        "tokens; this page is made from its results."
     )
     checked = (
-        "There is no list of supported families. A model is taken apart into layers of known kinds "
-        "([kinds of layers](kinds.md) has the reasons for what is refused). The first cache that "
-        "meets an untested model checks it; `kvpolicy check MODEL` shows the outcome. "
-        "Vision-language models are also tested with images."
+        "The code has no list of supported families: it takes a model apart into layers of known "
+        "kinds. *Refused* means that `PolicyCache` raises an error; [kinds of layers](kinds.md) "
+        "says why. A model that is not on this page is checked when a cache first meets it; "
+        "`kvpolicy check MODEL` shows the outcome. Policies that need no queries are listed in "
+        "[kinds of layers](kinds.md#why-a-cell-says-no). Vision-language models were also tested "
+        "with images."
     )
     lines = [
         "# Model families",
