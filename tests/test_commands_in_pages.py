@@ -223,7 +223,7 @@ def tiny(line: str) -> tuple[list[str], str]:
     found = ["data" if at and found[at - 1] == "--data" else it for at, it in enumerate(found)]
     least = LEAST.get(command, ()) if command != "estimate" or "--memory" in found else ()
     for option, value in zip(least[::2], least[1::2], strict=True):
-        if option not in found:
+        if option not in found and not (option == "--count" and "--prompts-file" in found):
             found += [option, value]
     return found, output
 

@@ -219,7 +219,10 @@ def test_every_command_refuses_alike(
 def test_generate_takes_one_policy_at_one_retention(run: Run, prompt_file: Path) -> None:
     for arguments, said in (
         (("-p", "snapkv,h2o"), "--policy must be one here, got snapkv, h2o"),
-        (("-p", "snapkv", "--scorer", "last_query"), "--policy must be left out where parts are given, got snapkv"),
+        (
+            ("-p", "snapkv", "--scorer", "last_query"),
+            "--policy must be left out where parts are given, got snapkv",
+        ),
         (("-r", 0.1, "-r", 0.2), "--rate must be one here, got 0.1, 0.2"),
     ):
         status, out, err = run("generate", "--prompt-file", prompt_file, *arguments)
