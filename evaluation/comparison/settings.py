@@ -124,6 +124,7 @@ class Settings(ModelOptions):
     threads: Annotated[int, THREADS] = attrs.field(factory=default_threads)
 
     def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
         if self.prompts is not None and self.count != self._extent.count:
             raise ValueError(
                 f"--count must be left out with --prompts-file, got {self.count}: it is the number "

@@ -494,3 +494,15 @@ def test_bundled_model_answers_and_needs_its_cache() -> None:
     full, recent = (sum(score.matches for score in row.scores.values()) for row in found.rows)
     assert full >= 12
     assert recent <= full // 2
+
+
+def test_no_prompts_are_counted_beside_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--count must be left out with --prompts-file, got 4"):
+        Settings(prompts=tmp_path / "questions.jsonl", count=4)
+
+
+def test_a_model_that_answers_nothing_compares_nothing() -> None:
+    found = results(row_of("a", 0.05, 0, (2.0, 2.0)))
+    found["rows"][0]["exact_match"]["all"]["matches"] = 0
+    (said,) = sentences(Shown.of(found))
+    assert said.startswith("Full context answers 0% of the prompts right. The model cannot")

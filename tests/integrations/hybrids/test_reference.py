@@ -137,7 +137,7 @@ def test_default_stages_act_after_attending_layers_of_their_own(name: str) -> No
 @pytest.mark.parametrize("name", STAGED)
 def test_stages_for_which_too_few_layers_attend(name: str) -> None:
     store = PolicyCache(METHODS[name][0])
-    with pytest.raises(ValueError, match=r"stages must each act after.*find 2 of these, \[0, 2\]"):
+    with pytest.raises(ValueError, match=r"stages must each drop after.*these are free: \[0, 2\]"):
         run_turn(model_of(ATTENDING_FIRST), store, torch.tensor([random_tokens(0, 20)]), None, 1)
     assert store.get_seq_length() == 0
 

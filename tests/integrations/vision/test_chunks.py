@@ -193,7 +193,7 @@ def test_a_chunk_that_cuts_what_sees_each_other(name: str, method: str, chunk: i
     """Refused before anything is read, and the cache goes on."""
     store = PolicyCache(policy_of(name, method))
     inputs = {**inputs_of(name, (0, 1)), "past_key_values": store, "max_new_tokens": 2}
-    with pytest.raises(UnsupportedGenerationError, match=r"prefill_chunk_size.* see each other"):
+    with pytest.raises(UnsupportedGenerationError, match=r"prefill_chunk_size.* see later ones"):
         model_of(name).generate(**inputs, prefill_chunk_size=chunk)
     assert not store.get_seq_length()
     model_of(name).generate(**inputs)
