@@ -206,6 +206,19 @@ def test_a_terminal_gets_a_bar(run: Run) -> None:
     assert "1/2" in out.getvalue()
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The settings of each comparison that is asked for; none is run."""
+    found: list[Any] = []
+
+    def refuse(settings: Any, *_: object) -> None:
+        found.append(settings)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(command_compare, "check", refuse)
+    return found
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -216,15 +229,8 @@ def test_a_terminal_gets_a_bar(run: Run) -> None:
     ],
 )
 def test_how_much_is_compared(
-    run: Run, arguments: tuple[object, ...], expected: object, monkeypatch: pytest.MonkeyPatch
+    run: Run, arguments: tuple[object, ...], expected: object, asked: list[Any]
 ) -> None:
-    asked: list[Any] = []
-
-    def refuse(settings: Any, *_: object) -> None:
-        asked.append(settings)
-        raise ValueError("seen")
-
-    monkeypatch.setattr(command_compare, "check", refuse)
     assert run("compare", *arguments)[0] == 1
     (found,) = asked
     measured = (found.rates, found.count, found.rounds, found.again, found.timing_seconds)
@@ -242,16 +248,9 @@ def test_how_much_is_compared(
     ],
 )
 def test_which_policies_are_compared(
-    run: Run, arguments: tuple[str, ...], names: object, monkeypatch: pytest.MonkeyPatch
+    run: Run, arguments: tuple[str, ...], names: object, asked: list[Any]
 ) -> None:
     """Eleven and full context; with --all and without names, all that are registered."""
-    asked: list[Any] = []
-
-    def refuse(settings: Any, *_: object) -> None:
-        asked.append(settings)
-        raise ValueError("seen")
-
-    monkeypatch.setattr(command_compare, "check", refuse)
     assert run("compare", *arguments)[0] == 1
     assert asked[0].asked_policies.names == names
     assert len(SHOWN) + 1 <= 12
@@ -297,15 +296,8 @@ def test_compare_long_answers_under_a_bound(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("model", "context"), [("needle", 1024), ("long_answers", 256)])
 def test_prompts_have_their_models_length(
-    run: Run, model: str, context: int, monkeypatch: pytest.MonkeyPatch
+    run: Run, model: str, context: int, asked: list[Any]
 ) -> None:
-    asked: list[Any] = []
-
-    def refuse(settings: Any, *_: object) -> None:
-        asked.append(settings)
-        raise ValueError("seen")
-
-    monkeypatch.setattr(command_compare, "check", refuse)
     assert run("compare", "--model", model)[0] == 1
     assert run("compare", "--model", model, "--context", 99)[0] == 1
     assert [each.context for each in asked] == [context, 99]
