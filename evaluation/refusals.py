@@ -1,4 +1,4 @@
-"""Writes why a policy cannot be used with a model in the words of a command line."""
+"""Rewrites the reason for a refused policy with the policy's name on the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def in_users_words(reason: str, policy: CachePolicy | None, name: str) -> str:
 
 
 def _without_arguments(text: str) -> str:
-    """Cut what stands in parentheses directly behind the name of a class."""
+    """Remove the parenthesised arguments after a class name."""
     written, depth = "", 0
     for character in text:
         if character == "(" and (depth or re.search(r"\b[A-Z]\w*$", written)):
