@@ -13,6 +13,7 @@ from kvpolicy.evaluation.cli import main
 
 PAGE = (Path(__file__).parents[1] / "docs/first_hour.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HUB = "Qwen/Qwen2.5-0.5B-Instruct"  # its commands are run by test_commands_in_pages.py
 # What the page says to write without a network.
 OFFLINE = {
     'NAME = "Qwen/Qwen2.5-0.5B-Instruct"': 'NAME = "my-model"',
@@ -52,14 +53,17 @@ def test_the_first_hour(
         for line in code.splitlines()
         if not language and line.startswith("kvpolicy ")
     ]
-    assert [command[0] for command in commands] == ["compare", "export", "serve-check"]
-    for command in commands:
+    named = [command for command in commands if HUB in command]
+    assert [command[0] for command in named] == ["compare", "export"]
+    own = [command for command in commands if HUB not in command]
+    assert [command[0] for command in own] == ["compare", "export", "serve-check"]
+    for command in own:
         assert main([*command, "--rounds", "1"] if command[0] == "compare" else command) == 0
     right = {row["policy"]: rate_of(row) for row in rows_of(tmp_path / "compared/compare.json")}
     assert right["full_context"] == right["snapkv"] == right["fastkv"] == 1.0
     assert right["streamingllm"] <= 0.25
-    assert (tmp_path / "documents/report.safetensors").is_file()
-    assert re.search(r"^ *report +1,021 +102 ", capsys.readouterr().out, re.MULTILINE)
+    assert (tmp_path / "my-documents/report.safetensors").is_file()
+    assert re.search(r"^ *report +1,021 +204 ", capsys.readouterr().out, re.MULTILINE)
 
 
 def rows_of(file: Path) -> list[dict[str, object]]:

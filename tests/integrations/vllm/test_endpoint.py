@@ -1,12 +1,17 @@
 """Questions in words become vLLM's own requests, or a 4xx that says why; without vLLM."""
 
 import asyncio
+import io
 import json
 import re
+import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from transformers import AutoTokenizer
 
 from kvpolicy.integrations.transformers import ReadDocument
 from kvpolicy.integrations.vllm import ServedDocument, export
@@ -147,22 +152,44 @@ def test_refusals(server: Server, path: str, body: Any, status: int, reason: str
     assert reason in found["error"]["message"]
 
 
-def test_the_example_of_the_page(
-    server: Server, documents: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_examples_of_the_page(
+    server: Server,
+    documents: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The body that docs/vllm.md makes without the plugin is what the plugin makes of the text."""
+    """What docs/vllm.md sends without the plugin is what the plugin makes of the same text."""
     page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    over_http, offline = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(documents.parent)
     if not Path("documents").exists():
         Path("documents").symlink_to(documents)
-    names: dict[str, Any] = {"tokenizer": char_tokenizer()}
-    exec(code, names)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: char_tokenizer())
+    sent: list[Any] = []
+
+    def urlopen(request: urllib.request.Request) -> io.BytesIO:
+        assert request.full_url == "http://localhost:8000/v1/completions"
+        sent.append(json.loads(request.data))  # type: ignore[arg-type]
+        return io.BytesIO(b'{"choices": [{"text": "Nobody."}]}')
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    exec(over_http, {})
     question = "\nQ: Who wrote the report?\nA:"
-    _, found = server.ask(ASK, {"question": question, "max_tokens": 64, "model": "served-name"})
-    assert found["got"] == {"repetition_penalty": 1.0, **names["body"]}
-    assert names["prompt"]["prompt_token_ids"] == names["body"]["prompt"]
-    assert names["extra_args"]["kv_transfer_params"] == names["body"]["kv_transfer_params"]
+    body = {"question": question, "max_tokens": 64, "model": "meta-llama/Llama-3.1-8B"}
+    _, found = server.ask(ASK, body)
+    assert sent == [found["got"]]
+    engine = Mock()
+    engine.LLM.return_value.generate.return_value = [Mock(outputs=[Mock(text="No one.")])]
+    monkeypatch.setitem(sys.modules, "vllm", engine)
+    exec(offline, {})
+    (prompt,), _ = engine.LLM.return_value.generate.call_args.args
+    assert prompt == {
+        "prompt_token_ids": found["got"]["prompt"],
+        "cache_salt": found["got"]["cache_salt"],
+    }
+    extra_args = engine.SamplingParams.call_args.kwargs["extra_args"]
+    assert extra_args["kv_transfer_params"] == found["got"]["kv_transfer_params"]
+    assert capsys.readouterr().out.split("\n") == ["Nobody.", "No one.", ""]
 
 
 def test_requests_to_the_own_routes(server: Server, documents: Path) -> None:
