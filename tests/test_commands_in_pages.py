@@ -53,6 +53,7 @@ ELSEWHERE = (
     "python docs/examples/",
     "python kvpolicy/docs/examples/",
     "python -m benchmarks.",
+    "python3 -m venv ",
     "python -m training.",
 )
 HARNESS = "python -m kvpolicy.integrations.lm_eval"
