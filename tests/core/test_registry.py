@@ -9,8 +9,10 @@ import pytest
 import kvpolicy
 from kvpolicy import registry
 from kvpolicy.description import describe, from_description
+from kvpolicy.errors import UnknownPolicyError
+from kvpolicy.names import GROUP, check_declared
 from kvpolicy.policies import SnapKV
-from kvpolicy.registry import GROUP
+from kvpolicy.registry import KINDS, check_names
 
 OWN = list(kvpolicy.registered())
 BROKEN = {
@@ -33,7 +35,7 @@ def _forget_warnings() -> Iterator[None]:
 def install(monkeypatch: pytest.MonkeyPatch, *broken: str) -> None:
     own = list(entry_points(group=GROUP))
     entries = [EntryPoint(name, BROKEN[name], GROUP) for name in broken]
-    monkeypatch.setattr("kvpolicy.registry.entry_points", lambda group: [*entries, *own])
+    monkeypatch.setattr("kvpolicy.names.entry_points", lambda group: [*entries, *own])
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -62,3 +64,28 @@ def test_whole_entries_say_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert list(kvpolicy.registered()) == OWN
+
+
+def test_declared_names_are_the_registered_ones() -> None:
+    """What is said without loading anything is what is said of the loaded entries."""
+    for kind in KINDS:
+        with pytest.raises(UnknownPolicyError) as early:
+            check_declared({kind: ["zzz"]})
+        with pytest.raises(UnknownPolicyError) as late:
+            check_names({kind: ["zzz"]})
+        assert str(early.value) == str(late.value)
+        assert f"known: {', '.join(kvpolicy.registered(kind))}" in str(early.value)
+        check_declared({kind: kvpolicy.registered(kind)})
+
+
+def test_another_packages_names_are_left_to_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its code says whether an entry is a policy or a part."""
+    own = list(entry_points(group=GROUP))
+    theirs = EntryPoint("mine", "kvpolicy.policies.methods.snapkv:SnapKV", GROUP)
+    monkeypatch.setattr("kvpolicy.names.entry_points", lambda group: [theirs, *own])
+    check_declared({"policy": ["mine", "zzz"], "selector": ["mine"]})
+    check_names({"policy": ["mine"]})
+    with pytest.raises(UnknownPolicyError, match="policy is named 'zzz'; known: adakv.* mine, "):
+        check_names({"policy": ["mine", "zzz"]})
+    with pytest.raises(UnknownPolicyError, match="no selector is named 'mine'; known: adaptive"):
+        check_names({"selector": ["mine"]})
