@@ -89,7 +89,14 @@ def name_of_known(name: str, kind: str, known: Collection[str]) -> str:
     if EARLIER.get(plain) in known:
         warn_of_word(f"the name {name}", EARLIER[plain])
         return EARLIER[plain]
-    return plain
+    bare = _letters(name)
+    same = [each for each in known if _letters(each) in (bare, f"{bare}{kind}")]
+    return same[0] if len(same) == 1 else plain
+
+
+def _letters(name: str) -> str:
+    """Return a name as names of classes are compared: without case, ``_`` and ``-``."""
+    return name.replace("-", "").replace("_", "").lower()
 
 
 def check_known(asked: Mapping[str, Iterable[str]], known: Mapping[str, Collection[str]]) -> None:

@@ -119,7 +119,8 @@ def name_of(name: str, kind: str = "policy") -> str:
     """Return the registered name for a policy's or part's name as a user may write it.
 
     ``-`` counts as ``_``, and a part's kind at the end may be left out. An earlier version's name
-    is understood, with a warning. A name that is unknown is returned, for the error message.
+    is understood, with a warning. Case and ``_`` do not count if only one name is meant, so that a
+    class's name is understood. A name that is unknown is returned, for the error message.
 
     Args:
         name: A name.
@@ -129,8 +130,8 @@ def name_of(name: str, kind: str = "policy") -> str:
         TypeError: ``name`` is not a str.
 
     Example:
-        >>> name_of("key-norm", "scorer")
-        'key_norm_scorer'
+        >>> name_of("key-norm", "scorer"), name_of("ExpectedAttention")
+        ('key_norm_scorer', 'expected_attention')
     """
     return name_of_known(name, kind, registered(kind))
 
