@@ -28,7 +28,8 @@ DEFAULT = "fastkv"
 
 def run_generate(options: GenerateOptions) -> None:
     """Do what `kvpolicy generate` does."""
-    chosen = _variant(options).policy
+    variant = _variant(options)
+    chosen = variant.policy
     if not 0 < options.temperature < math.inf:
         raise ValueError(f"temperature must be above 0 and finite, got {options.temperature}")
     if not 0 <= options.seed < 2**63:
@@ -36,7 +37,7 @@ def run_generate(options: GenerateOptions) -> None:
     text = options.prompt if options.prompt_file is None else read_prompt(options.prompt_file)
     assert text is not None  # exactly one of the two is given
     loaded = load_shown(options)
-    chosen.check_model(loaded.model.config.num_hidden_layers)
+    variant.check_model(loaded.model.config.num_hidden_layers)
     prompts = [
         encode_prompt(loaded, f"{text}{end}", chat=options.chat)
         for end in _ends(loaded, options) or [""]
