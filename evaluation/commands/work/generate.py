@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from kvpolicy.evaluation.commands.generate import GenerateOptions
+from kvpolicy.evaluation.commands.work.reading import reading_lines
 from kvpolicy.evaluation.commands.work.stream import stream, streaming
 from kvpolicy.evaluation.commands.work.terminal import load_shown, plain_console
 from kvpolicy.evaluation.comparison.chosen import chosen_variant
@@ -53,16 +54,17 @@ def run_generate(options: GenerateOptions) -> None:
     begin = time.perf_counter()
     if options.questions:
         cache = _answer(options, loaded, text, chosen)
-        what = f"document of {cache.get_seq_length():,} tokens"
+        read = cache.get_seq_length()
+        what = f"document of {read:,} tokens"
         notes = ["The document was read once. The table is of its cache, without the questions."]
     else:
         cache = _complete(options, loaded, prompts[0], chosen)
-        what, notes = f"prompt of {longest:,} tokens", []
+        read, what, notes = longest, f"prompt of {longest:,} tokens", []
     seconds = time.perf_counter() - begin
     errors = plain_console(stderr=True)
     errors.rule(f"{chosen}, {what}, {seconds:.1f} s")
     errors.print(str(cache.report()))
-    for note in [*notes, *positions_notes(loaded.model, longest)]:
+    for note in [*reading_lines(cache, read), *notes, *positions_notes(loaded.model, longest)]:
         errors.print(note)
 
 
