@@ -28,7 +28,7 @@ class GenerateOptions(ModelOptions):
         Option(
             "A question about the prompt, which is then a document that is read once, before any "
             "question is known. Repeatable: each question is answered without the others.",
-            ("--question",),
+            ("--ask",),
             metavar="TEXT",
         ),
     ] = ()
@@ -63,13 +63,13 @@ class GenerateOptions(ModelOptions):
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("--prompt must be a text, got an empty one")
         if not all(each.strip() for each in self.questions):
-            raise ValueError("--question must be a text, got an empty one")
+            raise ValueError("--ask must be a text, got an empty one")
 
 
 def generate(options: GenerateOptions) -> None:
     """Stream a completion to stdout, then print to stderr what the cache held.
 
-    Without --policy, FastKV is used, with its own retention rate. With --question, the answers are
+    Without --policy, FastKV is used, with its own retention rate. With --ask, the answers are
     on stdout, in the order of the questions, and the cache is the document's.
     """
     work("generate", options)

@@ -47,28 +47,28 @@ def test_questions_about_a_document(run: Run, tmp_path: Path) -> None:
     lines = ("--prompt-file", file, "-p", "keydiff", "--rate", 0.5, "--answer-tokens", 3)
     read = ReadDocument(loaded.model, loaded.tokenizer, document, KeyDiff(0.5))
     answers = read.answer([question, other], max_new_tokens=3, do_sample=False)
-    status, out, err = run("generate", *lines, "--question", question, "--question", other)
+    status, out, err = run("generate", *lines, "--ask", question, "--ask", other)
     assert (status, out.splitlines()) == (0, answers)
     assert err.index(f"question: {question}") < err.index(f"question: {other}")
     assert f"KeyDiff(retention_rate=0.5), document of {len(asked) - 2} tokens, " in err
     assert str(read.cache.report()) in err
     assert "The document was read once. The table is of its cache" in err
-    alone = run("generate", *lines, "--question", other)
+    alone = run("generate", *lines, "--ask", other)
     assert alone[:2] == (0, f"{answers[1]}\n")
-    sampled = ("generate", *lines, "--sample", "--seed", 3, "--question", question)
-    assert run(*sampled)[1] == run(*sampled, "--question", question)[1].splitlines()[1] + "\n"
+    sampled = ("generate", *lines, "--sample", "--seed", 3, "--ask", question)
+    assert run(*sampled)[1] == run(*sampled, "--ask", question)[1].splitlines()[1] + "\n"
 
 
 @pytest.mark.parametrize(
     ("question", "said"),
     [
-        (" ", "--question must be a text, got an empty one"),
+        (" ", "--ask must be a text, got an empty one"),
         ("what?", "question must have words that the tokenizer knows, got"),
         ("f1 " * 4300, "prompts must fit into the 4,224 positions"),
     ],
 )
 def test_bad_questions(run: Run, question: str, said: str) -> None:
-    status, out, err = run("generate", "--prompt", "f1 f2", "--question", question)
+    status, out, err = run("generate", "--prompt", "f1 f2", "--ask", question)
     assert (status, out, len(err.splitlines())) == (1, "", 1)
     assert f"error: {said}" in err
 
@@ -81,7 +81,7 @@ def test_a_question_in_the_chat_template(run: Run, monkeypatch: pytest.MonkeyPat
         "{% if add_generation_prompt %}f2 f3{% endif %}"
     )
     monkeypatch.setattr(command_generate, "load_shown", lambda *each: loaded)
-    asked = ("generate", "--prompt", "f4 f5 f6", "--question", "s1", "-p", "full_context")
+    asked = ("generate", "--prompt", "f4 f5 f6", "--ask", "s1", "-p", "full_context")
     for option, count in (([], 4), (["--chat"], 4), (["--no-chat"], 3)):
         status, out, err = run(*asked, "--answer-tokens", 4, *option)
         assert f"document of {count} tokens" in err
