@@ -11,6 +11,7 @@ from kvpolicy.assignments import PartOption, parse_assignments
 from kvpolicy.checks import check_count
 from kvpolicy.evaluation.defaults import DTYPE_NAMES, MIN_NEEDLE_CONTEXT, NEEDLE
 from kvpolicy.evaluation.model_names import check_model_name
+from kvpolicy.names import check_declared
 
 
 @attrs.frozen
@@ -58,6 +59,11 @@ def split_names(names: Iterable[str], option: str) -> tuple[str, ...]:
                 raise ValueError(f"{option} must be names separated by commas, got {each!r}")
             found.append(name.strip())
     return tuple(dict.fromkeys(found))
+
+
+def check_scorers(texts: Iterable[str]) -> None:
+    """Check the scorers' names in texts as `PartOption.parse` takes them, see `check_declared`."""
+    check_declared({"scorer": [PartOption.parse(each, "--scorer").name for each in texts]})
 
 
 MODEL = "The model: a folder, a Hub name, or a bundled model (needle, ruler_words, long_answers)."
@@ -145,8 +151,8 @@ class PrefillOptions:
     Without names it asks for all registered policies, or for a composition alone.
 
     Raises:
-        ValueError: Rates and numbers of tokens are both given, or an assignment is of a parameter
-            that has an option of its own.
+        ValueError: Rates and numbers of tokens are both given, an assignment is of a parameter
+            that has an option of its own, or a name is known to be wrong.
     """
 
     names: Annotated[
@@ -210,6 +216,8 @@ class PrefillOptions:
         for name, option in OWN_OPTIONS.items():
             if name in self.assignments:
                 raise ValueError(f"{name} must be given by {option}, got --set {name}")
+        parts = {kind: [part.name] for kind, part in self.parts.items()}
+        check_declared({"policy": self.names, **parts})
 
     @property
     def parameters(self) -> dict[str, Any]:

@@ -1,10 +1,21 @@
-"""Rewrites the reason for a refused policy with the policy's name on the command line."""
+"""Says why a policy is refused, with the policy's name on the command line."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvpolicy.policy import CachePolicy
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Put a policy's name before the message of a ValueError that a ``with`` block raises."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def in_users_words(reason: str, policy: CachePolicy | None, name: str) -> str:

@@ -9,8 +9,9 @@ import attrs
 
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.names import EARLIER
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import EARLIER, KINDS, Part, registered
+from kvpolicy.registry import KINDS, Part, registered
 from kvpolicy.renamed import in_new_words
 from kvpolicy.repetition import Repetition
 

@@ -17,43 +17,12 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
-from kvpolicy.checks import check_kind
-from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
-from kvpolicy.nearest import said
+from kvpolicy.names import GROUP, check_known, entries, name_now, name_of_known
 from kvpolicy.policy import CachePolicy
-from kvpolicy.renamed import warn_of_word
-
-GROUP = "kvpolicy.policies"
-
-# Policies and parts of this package whose names were others in the earlier version; parts whose
-# names had no kind at their end are left out.
-EARLIER = {
-    "ada_kv": "adakv",
-    "chunk_kv": "chunkkv",
-    "critical_kv": "criticalkv",
-    "cur_dkv": "curdkv",
-    "expected": "expected_attention_scorer",
-    "gem_filter": "gemfilter",
-    "key_diff": "keydiff",
-    "key_diff_scorer": "keydiff_scorer",
-    "lag": "lagkv_scorer",
-    "lag_kv": "lagkv",
-    "lazy_llm": "lazyllm",
-    "prompt_distill": "promptdistill",
-    "pyramid": "pyramid_propagation",
-    "pyramid_infer": "pyramidinfer",
-    "pyramid_kv": "pyramidkv",
-    "r_kv": "rkv",
-    "slim_infer": "sliminfer",
-    "spire_kv": "spirekv",
-    "streaming_llm": "streamingllm",
-    "uni_prefill": "uniprefill",
-    "visual_tokens": "visual_token_propagation",
-}
 
 Part = CachePolicy | Scorer | KVSelector | PropagationPolicy
 
@@ -87,7 +56,7 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
     if kind is not None and kind not in list(KINDS):
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     found = {}
-    for entry in entry_points(group=GROUP):
+    for entry in entries():
         try:
             factory = entry.load()
             kind_found = kind_of(factory)
@@ -95,17 +64,8 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
             _warn_of(entry, f"{type(error).__name__}: {error}")
             continue
         if kind is None or kind_found == kind:
-            found[_name_now(entry, kind_found)] = factory
+            found[name_now(entry, kind_found)] = factory
     return dict(sorted(found.items()))
-
-
-def _name_now(entry: EntryPoint, kind: str) -> str:
-    """Return an entry point's present name, since an old installation may list an earlier one."""
-    name: str = entry.name
-    if not str(getattr(entry, "value", "")).startswith("kvpolicy.policies:"):
-        return name
-    name = EARLIER.get(name, name)
-    return name if kind == "policy" or name.endswith(f"_{kind}") else f"{name}_{kind}"
 
 
 @functools.cache
@@ -159,7 +119,8 @@ def name_of(name: str, kind: str = "policy") -> str:
     """Return the registered name for a policy's or part's name as a user may write it.
 
     ``-`` counts as ``_``, and a part's kind at the end may be left out. An earlier version's name
-    is understood, with a warning. A name that is unknown is returned, for the error message.
+    is understood, with a warning. Case and ``_`` do not count if only one name is meant, so that a
+    class's name is understood. A name that is unknown is returned, for the error message.
 
     Args:
         name: A name.
@@ -169,18 +130,10 @@ def name_of(name: str, kind: str = "policy") -> str:
         TypeError: ``name`` is not a str.
 
     Example:
-        >>> name_of("key-norm", "scorer")
-        'key_norm_scorer'
+        >>> name_of("key-norm", "scorer"), name_of("ExpectedAttention")
+        ('key_norm_scorer', 'expected_attention')
     """
-    check_kind("name", name, str)
-    known, plain = registered(kind), name.replace("-", "_")
-    for written in (plain, f"{plain}_{kind}"):
-        if written in known:
-            return written
-    if EARLIER.get(plain) in known:
-        warn_of_word(f"the name {name}", EARLIER[plain])
-        return EARLIER[plain]
-    return plain
+    return name_of_known(name, kind, registered(kind))
 
 
 def check_names(asked: Mapping[str, Iterable[str]]) -> None:
@@ -194,15 +147,4 @@ def check_names(asked: Mapping[str, Iterable[str]]) -> None:
         UnknownPolicyError: Nothing of its kind has a name; tells all such names, for each the
             nearest that is known, and all that are known.
     """
-    wrong = []
-    for kind, names in asked.items():
-        known = registered(kind)
-        unknown = []
-        for name in dict.fromkeys(names):
-            if name_of(name, kind) not in known:
-                short = [each.removesuffix(f"_{kind}") for each in known]
-                unknown.append(said(name, short, repr(name)))
-        if unknown:
-            wrong.append(f"no {kind} is named {' or '.join(unknown)}; known: {', '.join(known)}")
-    if wrong:
-        raise UnknownPolicyError("; ".join(wrong))
+    check_known(asked, {kind: registered(kind) for kind in asked})

@@ -9,7 +9,7 @@ import attrs
 
 from kvpolicy.evaluation.analysis.settings import AnalysisSettings
 from kvpolicy.evaluation.commands.working import work
-from kvpolicy.evaluation.options import Option
+from kvpolicy.evaluation.options import Option, check_scorers
 
 
 @attrs.frozen(kw_only=True)
@@ -17,7 +17,7 @@ class AnalyzeOptions:
     """The command-line options of `kvpolicy analyze`.
 
     Raises:
-        ValueError: An option of ``--oracle`` is given without it.
+        ValueError: An option of ``--oracle`` is given without it, or a scorer is unknown.
     """
 
     settings: AnalysisSettings
@@ -62,6 +62,7 @@ class AnalyzeOptions:
                 raise ValueError(
                     f"{option} may be given only with --oracle; add --oracle, or leave out {option}"
                 )
+        check_scorers(self.scorers)
 
 
 def analyze(options: AnalyzeOptions) -> None:

@@ -9,12 +9,23 @@ import attrs
 
 from kvpolicy.evaluation.commands.working import work
 from kvpolicy.evaluation.defaults import ALIGNMENT_NAMES, COMPRESSION_RATE
-from kvpolicy.evaluation.options import CHAT, JSON, PROMPT, ModelOptions, Option
+from kvpolicy.evaluation.options import (
+    CHAT,
+    JSON,
+    PROMPT,
+    ModelOptions,
+    Option,
+    check_scorers,
+)
 
 
 @attrs.frozen(kw_only=True)
 class CompressOptions(ModelOptions):
-    """The command-line options of `kvpolicy compress`; its small model chooses what is cut."""
+    """The command-line options of `kvpolicy compress`; its small model chooses what is cut.
+
+    Raises:
+        ValueError: The scorer is unknown.
+    """
 
     prompt_file: Annotated[Path | None, Option(PROMPT, metavar="FILE")] = None
     chat_file: Annotated[
@@ -97,6 +108,10 @@ class CompressOptions(ModelOptions):
         ),
     ] = None
     json_file: Annotated[Path | None, JSON] = None
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        check_scorers([] if self.scorer is None else [self.scorer])
 
 
 def compress(options: CompressOptions) -> None:

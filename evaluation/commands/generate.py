@@ -16,13 +16,22 @@ class GenerateOptions(ModelOptions):
     """The command-line options of `kvpolicy generate`.
 
     Raises:
-        ValueError: Both or none of the prompt and its file are given, or the prompt is empty.
+        ValueError: Both or none of the prompt and its file are given, or a text is empty.
     """
 
     prompt_file: Annotated[Path | None, Option(PROMPT, metavar="FILE")] = None
     prompt: Annotated[
         str | None, Option("The prompt itself, instead of --prompt-file.", metavar="TEXT")
     ] = None
+    questions: Annotated[
+        tuple[str, ...],
+        Option(
+            "A question about the prompt, which is then a document that is read once, before any "
+            "question is known. Repeatable: each question is answered without the others.",
+            ("--ask",),
+            metavar="TEXT",
+        ),
+    ] = ()
     policies: PolicyOptions
     tsp_rate: Annotated[
         float | None,
@@ -53,11 +62,14 @@ class GenerateOptions(ModelOptions):
             raise ValueError(f"exactly one of --prompt-file and --prompt must be given, got {got}")
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("--prompt must be a text, got an empty one")
+        if not all(each.strip() for each in self.questions):
+            raise ValueError("--ask must be a text, got an empty one")
 
 
 def generate(options: GenerateOptions) -> None:
     """Stream a completion to stdout, then print to stderr what the cache held.
 
-    Without --policy, FastKV is used, with its own retention rate.
+    Without --policy, FastKV is used, with its own retention rate. With --ask, the answers are
+    on stdout, in the order of the questions, and the cache is the document's.
     """
     work("generate", options)

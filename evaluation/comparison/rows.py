@@ -180,7 +180,7 @@ def compare(
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
     for variant in chosen:
-        variant.policy.check_model(model.config.num_hidden_layers)
+        variant.check_model(model.config.num_hidden_layers)
     if timed is None:
         by_length = sorted((prompt.input_ids for prompt in prompts), key=len)
         at = Timed(model, tuple(by_length[len(by_length) // 2]), "")

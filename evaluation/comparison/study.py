@@ -181,7 +181,7 @@ def check_loaded(settings: Settings, chosen: Sequence[Variant], loaded: Loaded) 
     """
     num_layers = loaded.model.config.num_hidden_layers
     for variant in chosen:
-        variant.policy.check_model(num_layers)
+        variant.check_model(num_layers)
     if settings.sweep or settings.sweep_rates:
         FastKV(tsp_layer=settings.effective_tsp_layer).check_model(num_layers)
     prompts = _prompts(settings, loaded, settings.seed)

@@ -9,6 +9,7 @@ import attrs
 
 from kvpolicy.building import build_policy, factory_of, parameters_of
 from kvpolicy.evaluation.defaults import RATES
+from kvpolicy.evaluation.refusals import naming
 from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import name_of, registered
 
@@ -37,6 +38,15 @@ class Variant:
         if self.retention_tokens is not None:
             return f"{self.name} {self.retention_tokens} tokens"
         return self.name if self.retention_rate is None else f"{self.name} {self.retention_rate:g}"
+
+    def check_model(self, num_layers: int) -> None:
+        """Check that the policy's layers exist in a model, see `CachePolicy.check_model`.
+
+        Raises:
+            ValueError: The policy does not fit the model; the message begins with its label.
+        """
+        with naming(self.label):
+            self.policy.check_model(num_layers)
 
 
 def takes(name: str, parameter: str) -> bool:

@@ -16,8 +16,9 @@ import attrs
 from kvpolicy import policies
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.evaluation.suite.sample import Cell, Method, Sample
+from kvpolicy.names import EARLIER
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import EARLIER, registered
+from kvpolicy.registry import registered
 from kvpolicy.renamed import earlier_arguments
 
 # Classes that the repr of a policy names, beside those of `kvpolicy.policies`.

@@ -18,7 +18,7 @@ from lm_eval.api.task import Task
 
 from kvpolicy.evaluation.models import Loaded
 from kvpolicy.evaluation.readable import check_known, check_positions
-from kvpolicy.evaluation.refusals import in_users_words
+from kvpolicy.evaluation.refusals import in_users_words, naming
 from kvpolicy.evaluation.suite.runner import Documents, Runner
 from kvpolicy.evaluation.suite.sample import FULL_CONTEXT, Answer, Cell, Document
 from kvpolicy.evaluation.suite.scoring import depth_of, prediction_of, references_of, scores_of
@@ -163,7 +163,8 @@ class HarnessRunner(Runner):
                         document_end(name, request.doc, request.args[0])
         found = check_model(self.loaded.model)
         for method, policy in self.policies.items():
-            reason = found.refusal_of(policy, longest)
+            with naming(method):
+                reason = found.refusal_of(policy, longest)
             if reason is not None:
                 said = in_users_words(reason, policy, method)
                 said = said.removeprefix(f"{method} cannot be applied to this model: ")

@@ -14,6 +14,7 @@ from kvpolicy.assignments import PartOption
 from kvpolicy.building import build_policy, compose, factory_of
 from kvpolicy.description import describe, from_description, with_new_names
 from kvpolicy.errors import UnknownPolicyError
+from kvpolicy.names import EARLIER, GROUP
 from kvpolicy.policies import (
     AdaKV,
     ExpectedAttentionScorer,
@@ -27,7 +28,7 @@ from kvpolicy.policies import (
     VisualTokenPropagation,
     WindowMaxPoolScorer,
 )
-from kvpolicy.registry import EARLIER, GROUP, name_of
+from kvpolicy.registry import name_of
 from kvpolicy.renamed import EarlierWordWarning, warn_of_word, words_told
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -144,7 +145,7 @@ def test_an_installation_of_the_earlier_version(monkeypatch: pytest.MonkeyPatch)
         Entry("pyramid_selector", "kvpolicy.policies:PyramidSelector"),
         Entry("lag", "theirs:LagKVScorer"),  # a name of their own
     ]
-    monkeypatch.setattr("kvpolicy.registry.entry_points", lambda group: earlier)
+    monkeypatch.setattr("kvpolicy.names.entry_points", lambda group: earlier)
     assert list(kvpolicy.registered()) == ["adakv", "gqa_group_selector", "lag", "pyramid_selector"]
     assert kvpolicy.build("lag", "scorer") == LagKVScorer()  # without a warning
 

@@ -11,6 +11,7 @@ import kvpolicy
 from kvpolicy import CachePolicy, KVSelector, LayerContext, PropagationPolicy, Scorer
 from kvpolicy.errors import ShapeError, UnknownPolicyError
 from kvpolicy.layer_inputs import AttentionSettings
+from kvpolicy.names import GROUP
 from kvpolicy.policies import (
     FastKV,
     GQAGroupSelector,
@@ -21,7 +22,7 @@ from kvpolicy.policies import (
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
-from kvpolicy.registry import GROUP, kind_of
+from kvpolicy.registry import kind_of
 
 
 def test_a_scorer_is_needed_where_saliency_is() -> None:
@@ -153,7 +154,7 @@ def test_a_third_partys_entry_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         assert group == GROUP
         return [Entry()]
 
-    monkeypatch.setattr("kvpolicy.registry.entry_points", entry_points)
+    monkeypatch.setattr("kvpolicy.names.entry_points", entry_points)
     assert kvpolicy.registered("scorer") == {"constant": Constant}
     assert isinstance(kvpolicy.build("constant", "scorer"), Constant)
 

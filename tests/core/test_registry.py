@@ -8,9 +8,15 @@ import pytest
 
 import kvpolicy
 from kvpolicy import registry
+from kvpolicy.assignments import PartOption
+from kvpolicy.building import build_policy, compose
 from kvpolicy.description import describe, from_description
-from kvpolicy.policies import SnapKV
-from kvpolicy.registry import GROUP
+from kvpolicy.errors import UnknownPolicyError
+from kvpolicy.evaluation.comparison.chosen import chosen_variants
+from kvpolicy.evaluation.options import PolicyOptions
+from kvpolicy.names import GROUP, check_declared
+from kvpolicy.policies import TOVA, ExpectedAttention, KeyNormScorer, SnapKV
+from kvpolicy.registry import KINDS, check_names, name_of
 
 OWN = list(kvpolicy.registered())
 BROKEN = {
@@ -33,7 +39,7 @@ def _forget_warnings() -> Iterator[None]:
 def install(monkeypatch: pytest.MonkeyPatch, *broken: str) -> None:
     own = list(entry_points(group=GROUP))
     entries = [EntryPoint(name, BROKEN[name], GROUP) for name in broken]
-    monkeypatch.setattr("kvpolicy.registry.entry_points", lambda group: [*entries, *own])
+    monkeypatch.setattr("kvpolicy.names.entry_points", lambda group: [*entries, *own])
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -62,3 +68,62 @@ def test_whole_entries_say_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert list(kvpolicy.registered()) == OWN
+
+
+def test_declared_names_are_the_registered_ones() -> None:
+    """What is said without loading anything is what is said of the loaded entries."""
+    for kind in KINDS:
+        with pytest.raises(UnknownPolicyError) as early:
+            check_declared({kind: ["zzz"]})
+        with pytest.raises(UnknownPolicyError) as late:
+            check_names({kind: ["zzz"]})
+        assert str(early.value) == str(late.value)
+        assert f"known: {', '.join(kvpolicy.registered(kind))}" in str(early.value)
+        check_declared({kind: kvpolicy.registered(kind)})
+
+
+def test_another_packages_names_are_left_to_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its code says whether an entry is a policy or a part."""
+    own = list(entry_points(group=GROUP))
+    theirs = EntryPoint("mine", "kvpolicy.policies.methods.snapkv:SnapKV", GROUP)
+    monkeypatch.setattr("kvpolicy.names.entry_points", lambda group: [theirs, *own])
+    check_declared({"policy": ["mine", "zzz"], "selector": ["mine"]})
+    check_names({"policy": ["mine"]})
+    with pytest.raises(UnknownPolicyError, match="policy is named 'zzz'; known: adakv.* mine, "):
+        check_names({"policy": ["mine", "zzz"]})
+    with pytest.raises(UnknownPolicyError, match="no selector is named 'mine'; known: adaptive"):
+        check_names({"selector": ["mine"]})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_name_of_a_class_is_understood(kind: str) -> None:
+    for name, factory in kvpolicy.registered(kind).items():
+        written = factory.__name__
+        for each in (written, written.upper(), written.lower()):
+            assert name_of(each, kind) == name
+        if kind != "policy":
+            assert name_of(written[: -len(kind)], kind) == name
+
+
+def test_classes_names_wherever_a_policy_is_named() -> None:
+    assert kvpolicy.build("SnapKV", retention_rate=0.3) == SnapKV(0.3)
+    assert build_policy("ExpectedAttention") == ExpectedAttention()
+    built = compose({"scorer": PartOption("KeyNorm")}, {})
+    assert built.scorer == KeyNormScorer()
+    options = PolicyOptions(names=("FullContext", "full-context", "FastKV"), rates=(0.2,))
+    assert [each.label for each in chosen_variants(options, ())] == ["full_context", "fastkv 0.2"]
+    with pytest.raises(UnknownPolicyError, match=r"named 'SnapVK' \(did you mean snapkv\?\)"):
+        kvpolicy.build("SnapVK")
+
+
+def test_a_name_that_could_be_two_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = EntryPoint("snap_kv", "kvpolicy.policies.methods.tova:TOVA", GROUP)
+    own = list(entry_points(group=GROUP))
+    monkeypatch.setattr("kvpolicy.names.entry_points", lambda group: [theirs, *own])
+    assert kvpolicy.build("snap-kv") == TOVA()
+    assert kvpolicy.build("snapkv") == SnapKV()
+    for other in ("SnapKV", "SNAP_KV"):
+        with pytest.raises(
+            UnknownPolicyError, match=r"did you mean (snapkv or snap_kv|snap_kv or snapkv)"
+        ):
+            kvpolicy.build(other)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -32,6 +33,7 @@ from kvpolicy.evaluation.cost.estimate import estimate as count
 from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
 from kvpolicy.evaluation.cost.shapes import load_config, load_shape
 from kvpolicy.evaluation.models import DTYPES
+from kvpolicy.evaluation.refusals import naming
 from kvpolicy.evaluation.results import as_json, check_file, write_all
 
 # The paper's rates.
@@ -58,7 +60,7 @@ def run_estimate(options: EstimateOptions) -> None:
     unbounded = attrs.evolve(policies, decoding_tokens=None, decoding_every=None)
     chosen = chosen_variants(unbounded, PAPER_RATES)
     shape = load_shape(config)
-    found = [count(each.policy, shape, context, dtype=dtype) for each in chosen]
+    found = [_counted(each, shape, context, dtype) for each in chosen]
     # Before anything is printed, check that the model can run without weights, and count these.
     model = None
     if asked is not None:
@@ -84,6 +86,11 @@ def run_estimate(options: EstimateOptions) -> None:
         rows = [_row(*each) for each in zip(chosen, found, strict=True)]
         _write(json_file, settings, shape, rows, [*LEGEND, *notes], fitting)
         plain_console().print(f"\nwritten to {json_file}")
+
+
+def _counted(variant: Variant, shape: ModelShape, context: int, dtype: torch.dtype) -> Estimate:
+    with naming(variant.label):
+        return count(variant.policy, shape, context, dtype=dtype)
 
 
 def _show_memory(console: Console, fitting: MemoryFound) -> None:

@@ -21,12 +21,13 @@ DEFAULT = "fastkv"
 
 def run_export(options: ExportOptions) -> None:
     """Do what `kvpolicy export` does."""
-    policy = _variant(options).policy
+    chosen = _variant(options)
+    policy = chosen.policy
     options.to.parent.mkdir(parents=True, exist_ok=True)
     check_target(options.to)
     text = read_prompt(options.prompt_file)
     loaded = load_shown(options)
-    policy.check_model(loaded.model.config.num_hidden_layers)
+    chosen.check_model(loaded.model.config.num_hidden_layers)
     template = getattr(loaded.tokenizer, "chat_template", None)
     chat = bool(template) if options.chat is None else options.chat
     ids = loaded.tokenizer(text)["input_ids"]

@@ -38,16 +38,34 @@ def stream(
     Returns:
         The cache, as it is after the last token.
     """
-    from transformers import TextStreamer
-
     from kvpolicy.integrations.transformers import PolicyCache
+
+    cache = PolicyCache(policy)
+    loaded.model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        **streaming(loaded, temperature=temperature, seed=seed, on_text=on_text),
+    )
+    return cache
+
+
+def streaming(
+    loaded: Loaded,
+    *,
+    temperature: float | None = None,
+    seed: int = 0,
+    on_text: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Return arguments of `generate` that stream one answer; see `stream`. Sets torch's seed."""
+    from transformers import TextStreamer
 
     class Streamer(TextStreamer):  # type: ignore[misc]
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             on_text()
             super().on_finalized_text(text, stream_end)
 
-    cache = PolicyCache(policy)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature is not None:
         torch.manual_seed(seed)
@@ -57,13 +75,8 @@ def stream(
     pad = config.pad_token_id
     if pad is None:  # not used for one row, but required by generate
         pad = end[0] if isinstance(end, list) else end
-    loaded.model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        past_key_values=cache,
-        max_new_tokens=max_new_tokens,
-        streamer=Streamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True),
-        pad_token_id=pad,
+    return {
+        "streamer": Streamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True),
+        "pad_token_id": pad,
         **sampling,
-    )
-    return cache
+    }

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import kvpolicy.evaluation.suite
+from kvpolicy.errors import UnknownPolicyError
+from kvpolicy.registry import check_names
 
 HEAVY = ("torch", "transformers")
 SCRIPT = f"""
@@ -61,6 +63,39 @@ def test_refused_options_import_nothing_heavy() -> None:
     )
     assert json.loads(done.stdout) == [[1] * len(wrong), []]
     assert done.stderr.count("error: ") == len(wrong)
+
+
+def test_unknown_names_import_nothing_heavy() -> None:
+    """The message is the one that the registry gives, with the nearest and all known names."""
+    estimate = ["estimate", "--config", "Llama-3.1-8B", "--context", "8"]
+    lines: dict[tuple[str, ...], dict[str, list[str]]] = {
+        ("generate", "--prompt", "x", "--policy", "snapvk"): {"policy": ["snapvk"]},
+        ("eval", "--tasks", "x", "--out", "x", "-p", "fastvk"): {"policy": ["fastvk"]},
+        ("compare", "-p", "snapkv,nothing,h20"): {"policy": ["nothing", "h20"]},
+        ("export", "--prompt-file", "-", "--to", "x", "-p", "rkw"): {"policy": ["rkw"]},
+        ("calibrate", "-p", "x"): {"policy": ["x"]},
+        (*estimate, "-p", "x"): {"policy": ["x"]},
+        ("generate", "--prompt", "x", "--scorer", "key_nrm:a=1", "--selector", "gqa"): {
+            "scorer": ["key_nrm"],
+            "selector": ["gqa"],
+        },
+        ("compare", "--propagation", "piramid"): {"propagation": ["piramid"]},
+        ("analyze", "--oracle", "--scorer", "key_norm", "--scorer", "x"): {"scorer": ["x"]},
+        ("compress", "--prompt-file", "-", "--scorer", "x:a=1"): {"scorer": ["x"]},
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(list(lines))],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == [[1] * len(lines), []]
+    said = []
+    for asked in lines.values():
+        with pytest.raises(UnknownPolicyError) as told:
+            check_names(asked)
+        said.append(f"error: {told.value}")
+    assert done.stderr.splitlines() == said
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ POLICIES = (
         ("compare -p fastvk,snapvk", 1, POLICIES),
         ("estimate --config x --context 9 -p fastvk -p snapvk", 1, POLICIES),
         ("eval -t x --out no-such -p fastvk,snapvk", 1, POLICIES),
-        ("generate --prompt-file - -p Snap-KV", 1, "'Snap-KV' (did you mean snapkv?); known: ada"),
+        ("generate --prompt-file - -p Snap-VK", 1, "'Snap-VK' (did you mean snapkv?); known: ada"),
         ("compare -p snapvk --scorer lst_query --selector kep_al", 1, "(did you mean snapkv?)"),
         ("compare -p snapvk --scorer lst_query --selector kep_al", 1, "(did you mean last_query?)"),
         ("compare -p snapvk --scorer lst_query --selector kep_al", 1, "(did you mean keep_all?)"),

@@ -1,0 +1,145 @@
+"""Policies' and parts' names, known and checked without importing torch or other packages' code.
+
+Importing torch takes a second. The names are in the entry points of the installed packages, so that
+a command line with an unknown name is refused at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+
+from kvpolicy.checks import check_kind
+from kvpolicy.errors import UnknownPolicyError
+from kvpolicy.nearest import said
+from kvpolicy.renamed import warn_of_word
+
+GROUP = "kvpolicy.policies"
+
+# Policies and parts of this package whose names were others in the earlier version; parts whose
+# names had no kind at their end are left out.
+EARLIER = {
+    "ada_kv": "adakv",
+    "chunk_kv": "chunkkv",
+    "critical_kv": "criticalkv",
+    "cur_dkv": "curdkv",
+    "expected": "expected_attention_scorer",
+    "gem_filter": "gemfilter",
+    "key_diff": "keydiff",
+    "key_diff_scorer": "keydiff_scorer",
+    "lag": "lagkv_scorer",
+    "lag_kv": "lagkv",
+    "lazy_llm": "lazyllm",
+    "prompt_distill": "promptdistill",
+    "pyramid": "pyramid_propagation",
+    "pyramid_infer": "pyramidinfer",
+    "pyramid_kv": "pyramidkv",
+    "r_kv": "rkv",
+    "slim_infer": "sliminfer",
+    "spire_kv": "spirekv",
+    "streaming_llm": "streamingllm",
+    "uni_prefill": "uniprefill",
+    "visual_tokens": "visual_token_propagation",
+}
+
+# How names of parts end, and names of their classes.
+_PART_KINDS = ("scorer", "selector", "propagation")
+
+
+def entries() -> Iterable[EntryPoint]:
+    """Return the entry points of policies and parts, this package's and others'."""
+    return entry_points(group=GROUP)
+
+
+def name_now(entry: EntryPoint, kind: str) -> str:
+    """Return an entry point's present name, since an old installation may list an earlier one."""
+    name: str = entry.name
+    if not _is_own(entry):
+        return name
+    name = EARLIER.get(name, name)
+    return name if kind == "policy" or name.endswith(f"_{kind}") else f"{name}_{kind}"
+
+
+def _is_own(entry: EntryPoint) -> bool:
+    return str(getattr(entry, "value", "")).startswith("kvpolicy.policies:")
+
+
+def _kind_declared(entry: EntryPoint) -> str:
+    """Return the kind of one of this package's entries, which its class's name ends with."""
+    class_name = entry.value.lower()
+    return next((kind for kind in _PART_KINDS if class_name.endswith(kind)), "policy")
+
+
+def name_of_known(name: str, kind: str, known: Collection[str]) -> str:
+    """Return the known name that a user means by a name, see `kvpolicy.registry.name_of`.
+
+    Args:
+        name: A name as a user writes it.
+        kind: The kind of what it names.
+        known: The names of that kind.
+
+    Raises:
+        TypeError: ``name`` is not a str.
+    """
+    check_kind("name", name, str)
+    plain = name.replace("-", "_")
+    for written in (plain, f"{plain}_{kind}"):
+        if written in known:
+            return written
+    if EARLIER.get(plain) in known:
+        warn_of_word(f"the name {name}", EARLIER[plain])
+        return EARLIER[plain]
+    bare = _letters(name)
+    same = [each for each in known if _letters(each) in (bare, f"{bare}{kind}")]
+    return same[0] if len(same) == 1 else plain
+
+
+def _letters(name: str) -> str:
+    """Return a name as names of classes are compared: without case, ``_`` and ``-``."""
+    return name.replace("-", "").replace("_", "").lower()
+
+
+def check_known(asked: Mapping[str, Iterable[str]], known: Mapping[str, Collection[str]]) -> None:
+    """Check that all names are known, as `name_of_known` understands them.
+
+    Args:
+        asked: The names by kind.
+        known: All names of these kinds.
+
+    Raises:
+        TypeError: A name is not a str.
+        UnknownPolicyError: Names are unknown; tells all of them, for each the nearest known ones.
+    """
+    wrong = []
+    for kind, names in asked.items():
+        unknown = []
+        for name in dict.fromkeys(names):
+            if name_of_known(name, kind, known[kind]) not in known[kind]:
+                short = [each.removesuffix(f"_{kind}") for each in known[kind]]
+                unknown.append(said(name, short, repr(name)))
+        if unknown:
+            listed = ", ".join(known[kind])
+            wrong.append(f"no {kind} is named {' or '.join(unknown)}; known: {listed}")
+    if wrong:
+        raise UnknownPolicyError("; ".join(wrong))
+
+
+def check_declared(asked: Mapping[str, Iterable[str]]) -> None:
+    """Check names before anything heavy is imported, where that is possible.
+
+    Only the code of another package can say whether its entry is a policy or a part. So if another
+    package has entries, nothing is checked here, and `kvpolicy.registry.check_names` does it later.
+
+    Args:
+        asked: The names by kind.
+
+    Raises:
+        UnknownPolicyError: See `check_known`.
+    """
+    found = list(entries())
+    if all(_is_own(each) for each in found):
+        kinds = {each: _kind_declared(each) for each in found}
+        check_known(
+            asked,
+            {of: sorted({name_now(it, of) for it in found if kinds[it] == of}) for of in asked},
+        )

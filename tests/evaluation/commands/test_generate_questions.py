@@ -1,0 +1,98 @@
+"""Questions of `kvpolicy generate` about a document that is read once."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from kvpolicy.evaluation import load, needle_prompts
+from kvpolicy.evaluation.cli import main
+from kvpolicy.evaluation.commands.work import generate as command_generate
+from kvpolicy.integrations.transformers import ReadDocument
+from kvpolicy.policies import KeyDiff
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("COLUMNS", "80")
+    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
+    yield
+    torch.set_num_threads(threads)
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run_main(*arguments: object) -> tuple[int, str, str]:
+        status = main([str(each) for each in arguments])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run_main
+
+
+def test_questions_about_a_document(run: Run, tmp_path: Path) -> None:
+    """The document is read once; each answer is as if its question were the only one."""
+    loaded = load()
+    asked = needle_prompts(128, count=2, seed=1)[0].input_ids
+    document, question = loaded.tokenizer.decode(asked[:-2]), loaded.tokenizer.decode(asked[-2:])
+    other = loaded.tokenizer.decode(asked[-2:-1]) + " s7"
+    file = tmp_path / "document.txt"
+    file.write_text(f"{document}\n")
+    lines = ("--prompt-file", file, "-p", "keydiff", "--rate", 0.5, "--answer-tokens", 3)
+    read = ReadDocument(loaded.model, loaded.tokenizer, document, KeyDiff(0.5))
+    answers = read.answer([question, other], max_new_tokens=3, do_sample=False)
+    status, out, err = run("generate", *lines, "--ask", question, "--ask", other)
+    assert (status, out.splitlines()) == (0, answers)
+    assert err.index(f"question: {question}") < err.index(f"question: {other}")
+    assert f"KeyDiff(retention_rate=0.5), document of {len(asked) - 2} tokens, " in err
+    assert str(read.cache.report()) in err
+    assert "The document was read once. The table is of its cache" in err
+    alone = run("generate", *lines, "--ask", other)
+    assert alone[:2] == (0, f"{answers[1]}\n")
+    sampled = ("generate", *lines, "--sample", "--seed", 3, "--ask", question)
+    assert run(*sampled)[1] == run(*sampled, "--ask", question)[1].splitlines()[1] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        (" ", "--ask must be a text, got an empty one"),
+        ("what?", "question must have words that the tokenizer knows, got"),
+        ("f1 " * 4300, "prompts must fit into the 4,224 positions"),
+    ],
+)
+def test_bad_questions(run: Run, question: str, said: str) -> None:
+    status, out, err = run("generate", "--prompt", "f1 f2", "--ask", question)
+    assert (status, out, len(err.splitlines())) == (1, "", 1)
+    assert f"error: {said}" in err
+
+
+def test_a_question_in_the_chat_template(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Document and question are one message, so that the template's text is around both."""
+    loaded = load()
+    loaded.tokenizer.chat_template = (
+        "{% for message in messages %}f1 {{ message['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}f2 f3{% endif %}"
+    )
+    monkeypatch.setattr(command_generate, "load_shown", lambda *each: loaded)
+    asked = ("generate", "--prompt", "f4 f5 f6", "--ask", "s1", "-p", "full_context")
+    for option, count in (([], 4), (["--chat"], 4), (["--no-chat"], 3)):
+        status, out, err = run(*asked, "--answer-tokens", 4, *option)
+        assert f"document of {count} tokens" in err
+        whole = run(
+            "generate",
+            "--prompt",
+            "f4 f5 f6 s1",
+            "-p",
+            "full_context",
+            "--answer-tokens",
+            4,
+            *option,
+        )
+        assert (status, out) == whole[:2]
