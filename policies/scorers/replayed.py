@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kvpolicy.attention import causal_attention_peaks
-from kvpolicy.checks import check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 from kvpolicy.layer_inputs import DecodingInputs
@@ -22,21 +21,13 @@ class ReplayedAttentionScorer(Scorer):
 
     A question that comes later asks from behind the prompt, and sees all of it. So every new query
     is taken before rotary embedding and rotated to the position after the row's last token; its
-    softmax runs over all keys, later ones too. ``peak[g, j] = max over new queries i and the query
-    heads h of KV head g of softmax over j of (R q_i . k_j * scaling)``, in float32. Layers and
-    heads differ in how sharply they attend, so ``saliency[g, j] = peak[g, j] / mean over the head's
-    tokens of peak[g]``.
+    softmax runs over all keys, later ones too. With ``q'`` such a query, ``saliency[g, j] = max
+    over new queries i and the query heads h of KV head g of softmax(q'_i . k * scaling)[j]``, in
+    float32.
 
     Unlike the queries of a second reading (`Repetition`), these have not attended to the whole
     prompt, but they cost no further pass of the model. For ``N`` tokens there are ``N * N``
     products of queries and keys per head, twice those of causal attention, computed in blocks.
-
-    Args:
-        relative: Whether peaks are divided by their mean, as selectors need that compare heads or
-            layers, such as `GlobalThresholdSelector`.
-
-    Raises:
-        TypeError: ``relative`` is not a bool.
 
     Example:
         >>> ReplayedAttentionScorer().needs_rotary
@@ -44,11 +35,6 @@ class ReplayedAttentionScorer(Scorer):
 
     Source: This project; the maximum over queries is KVzip's (arXiv 2505.23416).
     """
-
-    relative: bool = attrs.field(default=True, kw_only=True)
-
-    def __attrs_post_init__(self) -> None:
-        check_kind("relative", self.relative, bool)
 
     @property
     def num_queries(self) -> None:
@@ -82,8 +68,4 @@ class ReplayedAttentionScorer(Scorer):
             peaks = torch.maximum(
                 peaks, found.view(*peaks.shape[:2], -1, peaks.shape[2]).amax(dim=2)
             )
-        if not self.relative:
-            return peaks
-        count = context.valid.sum(dim=-1, keepdim=True)
-        total = peaks.double().sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        return (peaks * (count / total)).float()
+        return peaks
