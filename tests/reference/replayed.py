@@ -41,34 +41,40 @@ def replayed_peaks(
 
 @dataclass(frozen=True)
 class Replay(SnapKV):
-    """Keeps the entries of the largest replayed attention times the norm of the value.
-
-    Attributes:
-        by_value: whether values count.
-    """
+    """Keeps the entries of the largest replayed attention times the norm of the value."""
 
     window_size: int = 0
-    by_value: bool = True
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
         """Returns the scores per query head, the same for all heads of a group."""
-        assert layer.rope_theta is not None
         group = len(layer.queries) // len(layer.entries)
         found = []
         for head, held in enumerate(layer.entries):
-            peaks = replayed_peaks(
-                [list(rows) for rows in layer.queries[head * group : (head + 1) * group]],
-                layer.new_positions,
-                held,
-                scaling=layer.scaling,
-                theta=layer.rope_theta,
-                channels=layer.rope_channels,
-            )
-            if self.by_value:
-                norms = [float(entry.value.double().norm()) for entry in held]
-                peaks = [peak * norm for peak, norm in zip(peaks, norms, strict=True)]
-            found += [peaks[: max(len(held) - self.window_size, 0)]] * group
+            queries = layer.queries[head * group : (head + 1) * group]
+            found += [self.of_group(layer, queries, held, [each.value for each in held])] * group
         return found
+
+    def of_group(
+        self,
+        layer: LayerView,
+        queries: Sequence[Tensor],
+        held: Sequence[Entry],
+        values: Sequence[Tensor],
+    ) -> list[float]:
+        """Returns the score of each entry outside the window, from the queries of one group."""
+        assert layer.rope_theta is not None
+        peaks = replayed_peaks(
+            [list(rows) for rows in queries],
+            layer.new_positions,
+            held,
+            scaling=layer.scaling,
+            theta=layer.rope_theta,
+            channels=layer.rope_channels,
+        )
+        found = [
+            peak * float(value.double().norm()) for peak, value in zip(peaks, values, strict=True)
+        ]
+        return found[: max(len(held) - self.window_size, 0)]
 
 
 @dataclass(frozen=True)
