@@ -22,6 +22,7 @@ from kvpolicy.policies.methods.pyramid_infer import PyramidInfer
 from kvpolicy.policies.methods.pyramid_kv import PyramidKV
 from kvpolicy.policies.methods.r_kv import RKV
 from kvpolicy.policies.methods.random import Random
+from kvpolicy.policies.methods.replay_kv import ReplayKV
 from kvpolicy.policies.methods.slim_infer import SlimInfer
 from kvpolicy.policies.methods.snapkv import SnapKV
 from kvpolicy.policies.methods.spire_kv import SpireKV
@@ -52,6 +53,7 @@ from kvpolicy.policies.scorers.output_change import CAOTEScorer
 from kvpolicy.policies.scorers.peak import PeakAttentionScorer
 from kvpolicy.policies.scorers.random import RandomScorer
 from kvpolicy.policies.scorers.redundancy import RedundancyScorer
+from kvpolicy.policies.scorers.replayed import ReplayedAttentionScorer
 from kvpolicy.policies.scorers.sketched_leverage import LeverageScorer
 from kvpolicy.policies.scorers.weighted_tail import WeightedTailScorer
 from kvpolicy.policies.scorers.window import (
@@ -135,6 +137,8 @@ __all__ = [
     "Random",
     "RandomScorer",
     "RedundancyScorer",
+    "ReplayKV",
+    "ReplayedAttentionScorer",
     "RestartPropagation",
     "SinkAndRecentSelector",
     "SlimInfer",

@@ -21,7 +21,7 @@ PAPER = ["Source", "Where it differs from the paper"]
 def test_a_page_has_its_sections(page: Path) -> None:
     found = re.findall(r"^## (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert found[: len(SECTIONS)] == SECTIONS
-    own = {"full_context", "random", "spirekv"}  # of no paper
+    own = {"full_context", "random", "replaykv", "spirekv"}  # of no paper
     assert page.stem in own or found[len(SECTIONS) :][:2] == PAPER
 
 

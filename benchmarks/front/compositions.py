@@ -151,18 +151,27 @@ def composed(dropper: str, scorer: str, selector: str) -> Composition:
 
 
 # CLAA's default of four whole layers would be most of a model of six layers.
-ARGUMENTS = {"claa": {"whole_layers": 0}}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "claa": {"whole_layers": 0},
+    "replaykv+drop": {"tsp_rate": 0.25},
+    "replaykv+uniform": {"head_uniform": True},
+    "kvzip+uniform": {"head_uniform": True},
+}
 
 
 def method(name: str) -> Composition:
-    """Return a named method as a composition, with its defaults and `ARGUMENTS`."""
-    others: dict[str, Any] = ARGUMENTS.get(name, {})
+    """Return a named method as a composition, with its defaults and `ARGUMENTS`.
+
+    Args:
+        name: The method's, and behind a "+" what distinguishes its arguments.
+    """
+    others, registered_name = ARGUMENTS.get(name, {}), name.partition("+")[0]
 
     def at(rate: float) -> CachePolicy | None:
         try:
-            return _policy(build_method(name, retention_rate=rate, **others))
+            return _policy(build_method(registered_name, retention_rate=rate, **others))
         except TypeError:  # takes no rate
-            return _policy(build_method(name, **others))
+            return _policy(build_method(registered_name, **others))
         except ValueError:
             return None
 
@@ -173,7 +182,7 @@ METHODS = (
     FULL, FASTKV, "snapkv", "pyramidkv", "adakv", "h2o", "tova", "keydiff", "streamingllm",
     "gemfilter", "pyramidinfer", "lagkv", "curdkv", "chunkkv", "claa", "uniprefill",
     "promptdistill", "lazyllm", "expected_attention", "compactor", "criticalkv", "kvzip",
-    "spirekv", "random",
+    "replaykv", "replaykv+drop", "replaykv+uniform", "kvzip+uniform", "spirekv", "random",
 )  # fmt: skip
 # Scorers alone, selectors on the best scorers, droppers, and combinations of the best of each.
 GRID = (
@@ -195,5 +204,5 @@ def compositions(known: frozenset[str]) -> Iterator[Composition]:
     Args:
         known: Names of the methods that are registered.
     """
-    yield from (method(name) for name in METHODS if name in known)
+    yield from (method(name) for name in METHODS if name.partition("+")[0] in known)
     yield from (composed(*names) for names in dict.fromkeys(GRID))

@@ -16,7 +16,11 @@ from kvpolicy.integrations.transformers.generation import effective_config
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.report import held_in_words
 from kvpolicy.integrations.transformers.state.storage import Storage
+from kvpolicy.policies import ReplayKV
 from kvpolicy.policy import CachePolicy
+
+# Needs no question, and reads the document once.
+DEFAULT_POLICY = ReplayKV()
 
 # Arguments of `generate` that are made of document and question, so that callers cannot set them.
 OWN_ARGUMENTS = {"input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values"}
@@ -32,7 +36,7 @@ class ReadDocument:
         model: A decoder-only model of Transformers.
         tokenizer: Its tokenizer.
         document: The text.
-        policy: Which of its tokens to keep.
+        policy: Which of its tokens to keep; by default the 20% that `ReplayKV` keeps.
         chat: True puts document and question into one user message of the tokenizer's chat
             template; False puts the question directly after the document.
         storage: How keys and values are held; see `PolicyCache`.
@@ -47,10 +51,9 @@ class ReadDocument:
 
     Example:
         >>> from kvpolicy.evaluation.needle import NeedleTask, load_model, load_tokenizer
-        >>> from kvpolicy.policies import KeyDiff
         >>> tokenizer, prompt = load_tokenizer(), NeedleTask(context_len=256).prompts(1)[0]
         >>> text = tokenizer.decode(prompt.input_ids[:-2])
-        >>> document = ReadDocument(load_model(), tokenizer, text, KeyDiff(retention_rate=0.8))
+        >>> document = ReadDocument(load_model(), tokenizer, text)
         >>> question = tokenizer.decode(prompt.input_ids[-2:])
         >>> answers = document.answer([question], max_new_tokens=3)
         >>> answers == [tokenizer.decode(prompt.answer)]
@@ -62,7 +65,7 @@ class ReadDocument:
         model: Any,
         tokenizer: Any,
         document: str,
-        policy: CachePolicy,
+        policy: CachePolicy = DEFAULT_POLICY,
         *,
         chat: bool = False,
         storage: Storage | None = None,

@@ -94,8 +94,9 @@ kernel_size=7, group_first=False)
 
         Raises:
             TypeError: An argument is not an int.
-            ValueError: An argument is below 1; or the method keeps everything or reads a prompt
-                twice, and so has no rule of its own (`has_decoding_rule`).
+            ValueError: An argument is below 1; or the method keeps everything, reads a prompt twice
+                or chooses for all layers together, and so has no rule of its own
+                (`has_decoding_rule`).
 
         Example:
             >>> from kvpolicy.policies import H2O
@@ -105,11 +106,12 @@ kernel_size=7, group_first=False)
         check_count("tokens", tokens, minimum=1)
         selector = under_tokens(self.selector, tokens)
         if selector is None or self.rereading is not None:
-            reason = (
-                f"{self.selector} has no budget that could bound it"
-                if selector is None
-                else "a context that grows cannot be read a second time at every eviction"
-            )
+            if self.rereading is not None:
+                reason = "a context that grows cannot be read a second time at every eviction"
+            elif self.selector.decides_together:
+                reason = f"{self.selector} chooses for all layers together"
+            else:
+                reason = f"{self.selector} has no budget that could bound it"
             raise ValueError(
                 f"decoding of {type(self).__name__} must be a DecodingEviction or None, since "
                 f"{reason}, got {tokens}"
@@ -148,7 +150,9 @@ def _tokens_of(selector: KVSelector) -> int | None:
 
 
 def under_tokens(selector: KVSelector, tokens: int) -> KVSelector | None:
-    """Return a copy of a selector that keeps ``tokens`` tokens; None if it takes no budget."""
+    """Return a copy of a selector that keeps ``tokens`` tokens; None if it cannot by layer."""
+    if selector.decides_together:
+        return None
     if isinstance(selector, WrappingSelector):
         within = under_tokens(selector.selector, tokens)
         return None if within is None else selector.around(within)

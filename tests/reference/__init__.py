@@ -15,6 +15,7 @@ from .methods import FastKV, FullContext, Method, SnapKV, StreamingLLM
 from .models import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE, Family, random_tokens, tiny_model
 from .pyramid import PyramidInfer
 from .query_agnostic import Compactor, CriticalKV, ExpectedAttention
+from .replayed import DroppingReplay, Replay
 from .runs import ChunkKV, LagKV
 from .scored_methods import H2O, TOVA, KeyDiff, Scored
 from .staged import Staged
@@ -32,6 +33,7 @@ __all__ = [
     "ChunkKV",
     "Compactor",
     "CriticalKV",
+    "DroppingReplay",
     "ExpectedAttention",
     "Family",
     "FastKV",
@@ -47,6 +49,7 @@ __all__ = [
     "PyramidKV",
     "ReferenceState",
     "Repeat",
+    "Replay",
     "Scored",
     "SlimInfer",
     "SnapKV",

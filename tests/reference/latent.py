@@ -19,8 +19,9 @@ from .attention import Entry, attention_probabilities
 from .decoder import decoder_layers, finish_layer, rms_norm, rotate
 from .droppers import CLAA
 from .generation import ReferenceState
-from .methods import LayerView, Method
+from .methods import FastKV, LayerView, Method
 from .query_agnostic import ExpectedAttention
+from .replayed import Replay
 from .runs import LagKV
 from .scored_methods import KeyDiff, two_minus_cosines
 from .selection import head_mean
@@ -81,6 +82,24 @@ class LatentCLAA(CLAA):
         return rows
 
 
+@dataclass(frozen=True)
+class LatentReplay(Replay):
+    """Replay with the norms of expanded values, head by head."""
+
+    def saliency(self, layer: LayerView) -> list[list[float]]:
+        """Returns the scores per query head."""
+        (held,) = layer.entries
+        return [
+            self.of_group(layer, [queries], held, [each.value for each in expanded])
+            for queries, expanded in zip(layer.queries, per_head(held), strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class LatentDroppingReplay(LatentReplay, FastKV):
+    """A `LatentReplay` that passes on only the most salient new tokens after one layer."""
+
+
 def per_head(held: Sequence[Entry]) -> list[tuple[Entry, ...]]:
     """Returns the entries of each head, expanded from a layer's latents."""
     expanded = [entry.heads for entry in held if isinstance(entry, LatentEntry)]
@@ -100,6 +119,9 @@ class LatentState(ReferenceState):
             method = LatentLagKV(**asdict(method))
         if isinstance(method, CLAA):
             method = LatentCLAA(**asdict(method))
+        if isinstance(method, Replay):
+            kind = LatentDroppingReplay if isinstance(method, FastKV) else LatentReplay
+            method = kind(**asdict(method))
         super().__init__(model, method)
 
     def _heads_held(self) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 from rich.console import Console
 
+from kvpolicy.building import factory_of, parameters_of
 from kvpolicy.evaluation.commands.export import ExportOptions
 from kvpolicy.evaluation.commands.work.terminal import load_shown, plain_console
 from kvpolicy.evaluation.comparison.chosen import chosen_variant
@@ -16,7 +17,7 @@ from kvpolicy.integrations.transformers import ReadDocument
 from kvpolicy.integrations.vllm import export
 from kvpolicy.integrations.vllm.exporting import check_target
 
-DEFAULT = "fastkv"
+DEFAULT = "replaykv"
 
 
 def run_export(options: ExportOptions) -> None:
@@ -50,5 +51,9 @@ def _variant(options: ExportOptions) -> Variant:
     """Build the policy that the options ask for."""
     own = {"tsp_rate": options.tsp_rate, "tsp_layer": options.tsp_layer}
     given = {name: value for name, value in own.items() if value is not None}
-    policies = attrs.evolve(options.policies, assignments=options.policies.assignments | given)
+    assigned = options.policies.assignments | given
+    names = options.policies.names or (() if options.policies.parts else (DEFAULT,))
+    if names and "head_uniform" in parameters_of(factory_of(names[0])):
+        assigned = {"head_uniform": True} | assigned  # vLLM has the same slots for all heads
+    policies = attrs.evolve(options.policies, assignments=assigned)
     return chosen_variant(policies, DEFAULT, tsp_layer=default_tsp_layer(options.model))

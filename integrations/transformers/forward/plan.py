@@ -25,7 +25,7 @@ from torch import Tensor
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.chunks import Chunks, Remember
 from kvpolicy.integrations.transformers.forward.decoding.bounded import Bound
-from kvpolicy.integrations.transformers.forward.deferred_layers import choose
+from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV, choose
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
 from kvpolicy.integrations.transformers.forward.later_stages import Passes
@@ -148,4 +148,15 @@ class Arrival:
     def _staged_end(self) -> Passes:
         assert self.chunks is not None
         prefill = StagedPrefill(self.call, self.layers, self.incoming, self.features)
-        return prefill.end(self.chunks)
+        passes, waiting = prefill.end(self.chunks), dict[int, DeferredKV]()
+        made = next(passes, None)
+        while made is not None:
+            run = yield made
+            if isinstance(made.at_queries, Select):
+                waiting |= made.at_queries.waiting
+            try:
+                made = passes.send(run)
+            except StopIteration:
+                break
+        if waiting:
+            choose(self.call.model.policy, self.layers, waiting)

@@ -45,6 +45,28 @@ def test_export_then_check(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert 2**20 // blocks > 2**20 // full > 0
 
 
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [((), "ReplayKV("), (("--policy", "kvzip", "--rate", "0.2"), "KVzip(")],
+    ids=["default", "kvzip"],
+)
+def test_all_heads_keep_equally_many(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    given: tuple[str, ...],
+    policy: str,
+) -> None:
+    """Policies with one threshold for all heads give each head its own budget for vLLM."""
+    to = tmp_path / "report.safetensors"
+    assert export(folder, *given, "--to", str(to)) == 0
+    shown = capsys.readouterr().out
+    assert f"held under {policy}" in shown
+    assert "head_uniform=True" in shown
+    document = ServedDocument.load(to)
+    assert document.length == int(0.2 * document.read_len)
+
+
 def test_what_does_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     to = folder / "others" / "one.safetensors"
     assert export(folder, "--policy", "streamingllm", "--to", str(to)) == 0

@@ -17,8 +17,11 @@ from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
     FastKV,
     GemFilter,
+    GlobalThresholdSelector,
     GQAGroupSelector,
     PyramidInfer,
+    ReplayKV,
+    RestartPropagation,
     SnapKV,
     StagedPropagation,
     TokenSelectivePropagation,
@@ -90,6 +93,27 @@ def test_what_earlier_layers_found_salient(name: str) -> None:
     """It goes on from stage to stage, for the tokens that do."""
     policy, _ = LOOKING_BACK[name]
     assert_as_whole(model_of("llama"), policy, ALL_ROWS, (11,))
+
+
+# Layers of all stages choose together, once the last stage has been read.
+TOGETHER = {
+    "one_drop": ReplayKV(0.3, window_size=4, tsp_rate=0.4, tsp_layer=1),
+    "two_drops": CachePolicy(
+        WindowMaxPoolScorer(4, kernel_size=3),
+        GlobalThresholdSelector(0.25, window_size=4),
+        METHODS["two_stages"][0].propagation,
+    ),
+    "restart": CachePolicy(
+        WindowMaxPoolScorer(4, kernel_size=3),
+        GlobalThresholdSelector(0.25, window_size=4),
+        RestartPropagation(0.4, filter_layer=1, window_size=4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_layers_that_choose_together(name: str) -> None:
+    assert_as_whole(model_of("qwen3"), TOGETHER[name], ALL_ROWS, (11, 500))
 
 
 # Windows in between: drops after layers that see all, no restart, and no drop after every layer.

@@ -13,6 +13,7 @@ from kvpolicy.policies import (
     KVzip,
     PassAllPropagation,
     PeakAttentionScorer,
+    ReplayKV,
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
@@ -25,10 +26,12 @@ from tests.integrations.support.conversation import (
 )
 from tests.reference import (
     FAMILIES,
+    DroppingReplay,
     FastKV,
     Method,
     ReferenceState,
     Repeat,
+    Replay,
     SnapKV,
     Together,
     TogetherState,
@@ -72,6 +75,16 @@ METHODS: dict[str, tuple[CachePolicy, Together]] = {
             0.42,
             window_size=4,
             base=FastKV(window_size=4, kernel_size=3, tsp_layer=1, tsp_rate=0.5),
+        ),
+    ),
+    "replaykv": (ReplayKV(0.35, num_sinks=3), Together(0.35, protect=3, base=Replay())),
+    "replaykv_after_a_drop": (
+        ReplayKV(0.44, num_sinks=2, window_size=4, tsp_rate=0.5, tsp_layer=1),
+        Together(
+            0.44,
+            protect=2,
+            window_size=4,
+            base=DroppingReplay(window_size=4, protect=2, tsp_layer=1, tsp_rate=0.5),
         ),
     ),
     "kvzip": (
@@ -147,7 +160,9 @@ def expected(model: PreTrainedModel, method: Together, row: int) -> tuple[TurnRe
     [
         (family, name)
         for name in METHODS
-        for family in (FAMILIES if name in ("threshold", "kvzip") else ("llama", "qwen3"))
+        for family in (
+            FAMILIES if name in ("threshold", "kvzip", "replaykv") else ("llama", "qwen3")
+        )
     ],
 )
 def test_padded_batch_over_two_turns(family: str, name: str) -> None:
@@ -159,7 +174,7 @@ def test_padded_batch_over_two_turns(family: str, name: str) -> None:
             assert_same(turn, row, wanted)
 
 
-@pytest.mark.parametrize("name", ["threshold", "kvzip"])
+@pytest.mark.parametrize("name", ["threshold", "kvzip", "replaykv"])
 def test_one_row_under_eager_attention(name: str) -> None:
     policy, method = METHODS[name]
     _, turns = run_conversation(model_of("llama", "eager"), policy, rows=(1,))
@@ -167,7 +182,7 @@ def test_one_row_under_eager_attention(name: str) -> None:
         assert_same(turn, 0, wanted)
 
 
-@pytest.mark.parametrize("name", ["threshold", "kvzip"])
+@pytest.mark.parametrize("name", ["threshold", "kvzip", "replaykv"])
 def test_layers_and_heads_keep_unlike_numbers(name: str) -> None:
     """The tests above could not pass with a budget for every head."""
     wanted = expected(model_of("llama"), METHODS[name][1], 0)[0]

@@ -29,6 +29,7 @@ from kvpolicy.policies import (
     PromptDistill,
     PyramidInfer,
     PyramidKV,
+    ReplayKV,
     SlimInfer,
     SnapKV,
     SpireKV,
@@ -176,6 +177,14 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
             whole_layers=0,
             standardize=False,
         ),
+    ),
+    "replaykv": (
+        ReplayKV(0.32, num_sinks=3, head_uniform=True),
+        reference.Replay(0.32, protect=3),
+    ),
+    "replaykv_after_a_drop": (
+        ReplayKV(0.3, window_size=2, num_sinks=3, head_uniform=True, tsp_rate=0.5, tsp_layer=1),
+        reference.DroppingReplay(0.3, window_size=2, protect=3, tsp_rate=0.5, tsp_layer=1),
     ),
     "expected_attention": (
         ExpectedAttention(0.4, window_size=3, num_sinks=2, future_len=20),

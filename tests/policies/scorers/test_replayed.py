@@ -1,0 +1,110 @@
+"""The prompt's queries replayed after the prompt, on paper and against slow loops."""
+
+import attrs
+import pytest
+import torch
+
+from kvpolicy import LayerContext
+from kvpolicy.layer_inputs import AttentionSettings
+from kvpolicy.policies import ReplayedAttentionScorer
+from kvpolicy.policies.scorers import replayed
+from kvpolicy.rotary import PlainRotary
+from kvpolicy.testing import check_scorer
+from tests.contexts import with_layer
+from tests.policies.views import view_of
+from tests.reference.replayed import replayed_peaks
+
+from .support import random_layer
+
+THETA = 100.0
+
+
+def turning(seed: int, lens: tuple[int, ...], query_len: int) -> LayerContext:
+    """Padded rows with a rotary embedding."""
+    return with_layer(random_layer(seed, lens, query_len, head_dim=6), rotary=PlainRotary(6, THETA))
+
+
+def slow(context: LayerContext, row: int, head: int) -> list[float]:
+    view = view_of(context, row)
+    group = len(view.queries) // len(view.entries)
+    return replayed_peaks(
+        [list(each) for each in view.queries[head * group : (head + 1) * group]],
+        view.new_positions,
+        view.entries[head],
+        scaling=view.scaling,
+        theta=THETA,
+    )
+
+
+def test_against_slow_loops_in_padded_rows() -> None:
+    lens = (19, 11, 3)
+    context = turning(1, lens, 19)
+    found = ReplayedAttentionScorer().score(context)
+    for row, length in enumerate(lens):
+        for head in range(3):
+            here = found[row, head, 19 - length :].tolist()
+            assert here == pytest.approx(slow(context, row, head), rel=1e-4, abs=1e-6)
+            assert found[row, head, : 19 - length].tolist() == [0.0] * (19 - length)
+
+
+def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = turning(2, (23, 17), 23)
+    whole = ReplayedAttentionScorer().score(context)
+    monkeypatch.setattr(replayed, "BLOCK", 5)
+    torch.testing.assert_close(ReplayedAttentionScorer().score(context), whole)
+
+
+def test_in_a_later_turn_only_new_queries_ask() -> None:
+    """Three new tokens after what two rows hold of 40 and 16; heads hold unlike tokens."""
+    positions = torch.full((2, 3, 9), -1)
+    positions[0, :, :6] = torch.tensor(
+        [[0, 5, 9, 11, 30, 39], [1, 2, 8, 9, 10, 11], [4, 5, 6, 7, 8, 9]]
+    )
+    positions[0, :, 6:] = torch.tensor([40, 41, 42])
+    positions[1, :, 4:] = torch.tensor([3, 15, 16, 17, 18])
+    positions[1, 1, 4] = -1
+    context = attrs.evolve(
+        turning(3, (9, 9), 3),
+        positions=positions,
+        new_valid=torch.ones(2, 3, dtype=torch.bool),
+        seen_len=(43, 19),
+    )
+    found = ReplayedAttentionScorer().score(context)
+    for row in range(2):
+        for head in range(3):
+            held = positions[row, head] >= 0
+            expected = slow(context, row, head)
+            assert found[row, head][held].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_a_query_sees_later_tokens_as_from_after_the_prompt() -> None:
+    """On paper: one head, two channels, keys that look as if their token were at position 0."""
+    rotary = PlainRotary(2)
+    plain = torch.tensor([[[[1.0, 0.0], [0.0, 1.0], [4.0, 0.0]]]])
+    places = torch.arange(3)[None, None]
+    # Before rotary embedding every key is turned so that at position 3 the query meets `plain`.
+    keys = rotary.turned(plain, torch.full_like(places, 3))
+    queries = rotary.turned(torch.tensor([[[[1.0, 0.0], [0.0, 3.0], [0.0, 0.0]]]]), places)
+    context = with_layer(
+        LayerContext(
+            layer_idx=0,
+            num_layers=1,
+            queries=queries,
+            keys=keys,
+            values=plain,
+            positions=places,
+            new_valid=torch.ones(1, 3, dtype=torch.bool),
+            seen_len=(3,),
+            attention=AttentionSettings(1.0),
+        ),
+        rotary=rotary,
+    )
+    first = torch.tensor([1.0, 0.0, 4.0]).softmax(dim=0)  # asks for the third token, which is later
+    second = torch.tensor([0.0, 3.0, 0.0]).softmax(dim=0)
+    third = torch.tensor([0.0, 0.0, 0.0]).softmax(dim=0)
+    expected = torch.stack([first, second, third]).amax(dim=0)
+    torch.testing.assert_close(ReplayedAttentionScorer().score(context)[0, 0], expected)
+
+
+def test_the_contract() -> None:
+    check_scorer(ReplayedAttentionScorer())
