@@ -14,7 +14,6 @@ from kvpolicy.checks import check_count, check_kernel_size, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 
-
 # The part of a salient token's saliency by which one neighbour ranks below the next: small, so that
 # it orders neighbours and hardly anything else.
 _RANK_STEP = 1 / 2048
