@@ -22,9 +22,12 @@ class SpireKV(Method):
 
     After layer ``tsp_layer`` only the observation window and the tokens with the highest window
     saliency, averaged over all query heads, go on, as in `FastKV`. Every layer keeps keys and
-    values by the same saliency, lower layers more and upper layers fewer, as in `PyramidKV`. This
-    is not a published method: of the compositions in this project's own study (docs/front.md), it
-    answered most questions on its small models at its cost.
+    values by the same saliency, lower layers more and upper layers fewer, as in `PyramidKV`, but
+    each at least ``kernel_size // 2 + 1`` beside the window where the budget allows it. Of the
+    tokens that the max-pooling makes equal, the one that is attended to comes first, then those
+    after it (``peak_first`` of `WindowMaxPoolScorer`): few places hold the beginning of an answer.
+    This is not a published method: of the compositions in this project's own study
+    (docs/front.md), it answered most questions on its small models at its cost.
 
     Args:
         retention_rate: Fraction of the context that layers keep on average, in (0, 1].
@@ -61,12 +64,16 @@ class SpireKV(Method):
     protect: int = attrs.field(default=0, kw_only=True)
 
     def _parts(self) -> Parts:
+        scorer = WindowMaxPoolScorer(
+            self.window_size, kernel_size=self.kernel_size, peak_first=True
+        )
         selector = PyramidSelector(
             self.retention_rate,
             window_size=self.window_size,
             retention_tokens=self.retention_tokens,
             beta=self.beta,
             protect=self.protect,
+            floor_tokens=self.kernel_size // 2 + 1,
         )
         kept, rate, tokens = selector.mean_budget, self.tsp_rate, self.tsp_tokens
         if rate is None and tokens is None:
@@ -84,8 +91,4 @@ class SpireKV(Method):
                 "retention_rate must not exceed tsp_rate, since layers after the drop cannot keep "
                 f"more tokens than reach them, got {kept.amount} and {propagation.budget.amount}"
             )
-        return (
-            WindowMaxPoolScorer(self.window_size, kernel_size=self.kernel_size),
-            selector,
-            propagation,
-        )
+        return scorer, selector, propagation

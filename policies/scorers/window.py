@@ -14,6 +14,10 @@ from kvpolicy.checks import check_count, check_kernel_size, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 
+# The part of a salient token's saliency by which one neighbour ranks below the next: small, so that
+# it orders neighbours and hardly anything else.
+_RANK_STEP = 1 / 2048
+
 
 @attrs.frozen
 class _PooledWindowScorer(Scorer):
@@ -67,14 +71,22 @@ class WindowMaxPoolScorer(_PooledWindowScorer):
     one saliency per KV head. The maximum of a mean is not the mean of the maxima, so the two orders
     rank tokens differently. Heads that share storage, as under latent attention, are one group.
 
+    Pooling gives ``kernel_size`` neighbours the same saliency, and of equal tokens selectors take
+    the earliest: a layer with room for three of seven keeps the three before the salient token.
+    With ``peak_first`` it keeps the salient token and those that follow it: of ``r`` neighbours on
+    each side, the one ``d`` after the salient token has the share ``1 - d / 2048`` of its saliency,
+    and the one ``d`` before it has ``1 - (r + d) / 2048``.
+
     Args:
         window_size: Tokens of the observation window, at least 1. In a later turn with fewer new
             tokens only their queries are used; the unscored window stays this long.
         kernel_size: Width of the pooling, odd, at least 1 (1 does not pool).
         group_first: Whether attention is averaged over each KV group before it is pooled.
+        peak_first: Whether a salient token ranks above the neighbours that share its saliency,
+            and those after it above those before it.
 
     Raises:
-        TypeError: A number is not an int, or ``group_first`` not a bool.
+        TypeError: A number is not an int, or ``group_first`` or ``peak_first`` not a bool.
         ValueError: ``window_size`` is below 1 or ``kernel_size`` even or below 1.
 
     Example:
@@ -89,10 +101,12 @@ class WindowMaxPoolScorer(_PooledWindowScorer):
     paper: ClassVar[str] = "arXiv 2404.14469"
 
     group_first: bool = attrs.field(default=False, kw_only=True)
+    peak_first: bool = attrs.field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         check_kind("group_first", self.group_first, bool)
+        check_kind("peak_first", self.peak_first, bool)
 
     def _observed(self, context: LayerContext) -> Tensor:
         attention = super()._observed(context)
@@ -106,9 +120,16 @@ class WindowMaxPoolScorer(_PooledWindowScorer):
     def _pooled(self, attention: Tensor) -> Tensor:
         # Padding on the left has attention 0, which never wins the maximum of a token's
         # neighbourhood: a padded row pools as without padding.
-        return torch.max_pool1d(
-            attention, self.kernel_size, stride=1, padding=self.kernel_size // 2
-        )
+        reach = self.kernel_size // 2
+        if not self.peak_first:
+            return torch.max_pool1d(attention, self.kernel_size, stride=1, padding=reach)
+        count, padded = attention.shape[-1], torch.constant_pad_nd(attention, (reach, reach))
+        pooled = attention
+        for rank in range(1, 2 * reach + 1):
+            offset = rank if rank <= reach else reach - rank  # from the salient token
+            shares = padded.narrow(-1, reach - offset, count) * (1 - rank * _RANK_STEP)
+            pooled = torch.maximum(pooled, shares)
+        return pooled
 
 
 @attrs.frozen

@@ -28,12 +28,18 @@ class PyramidSelector(SharedBudgetSelector):
     ``m - 1 - l`` keeps as many fewer than ``c`` as layer ``l`` keeps more. All layers together keep
     exactly ``m * c`` tokens if all tokens reach all layers.
 
+    With ``floor_tokens = n`` budgets fall less steeply where the last layer would keep fewer than
+    ``n`` tokens beside the protected ones: ``f * (beta - 1)`` is then at most
+    ``beta * max(f - n, 0)``. If ``f`` is ``n`` or less, all layers keep equally many.
+
     Args:
         retention_rate: Fraction of the context that layers keep on average, in (0, 1].
         retention_tokens: Number of tokens that layers keep on average, at least 1, in place of the
             rate.
         beta: How steep the pyramid is, at least 1: the last layer keeps about ``f / beta`` tokens
             beside the protected ones; with 1 all layers keep equally many.
+        floor_tokens: Tokens that every layer keeps beside the protected ones, at least 0, if the
+            mean budget has so many.
 
     Example:
         >>> rates = PyramidSelector(retention_rate=0.2, beta=4).kept_rates(num_layers=4)
@@ -47,10 +53,12 @@ class PyramidSelector(SharedBudgetSelector):
     paper: ClassVar[str] = "arXiv 2406.02069"
 
     beta: int = attrs.field(default=20, kw_only=True)
+    floor_tokens: int = attrs.field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         check_count("beta", self.beta, minimum=1)
+        check_count("floor_tokens", self.floor_tokens)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """Return the fraction of tokens that each layer keeps, which falls with depth.
@@ -86,7 +94,8 @@ class PyramidSelector(SharedBudgetSelector):
         steps = num_layers - 1 - 2 * first
         if steps == 0:
             return protected + free
-        fall = free * (self.beta - 1) * steps // (self.beta * (num_layers - 1))
+        steepest = min(free * (self.beta - 1), max(free - self.floor_tokens, 0) * self.beta)
+        fall = steepest * steps // (self.beta * (num_layers - 1))
         most = min(free + fall, seen_len - protected)
         return protected + (most if layer_idx == first else 2 * free - most)
 

@@ -51,6 +51,7 @@ def test_registered_parts(kind: str, factory: Any) -> None:
     [
         ("scorer", WindowMaxPoolScorer(1, kernel_size=1)),
         ("scorer", WindowMaxPoolScorer(3, kernel_size=5)),
+        ("scorer", WindowMaxPoolScorer(3, kernel_size=5, peak_first=True)),
         ("scorer", ValueAwareScorer(WindowMaxPoolScorer(3, kernel_size=1))),
         ("scorer", ValueAwareScorer(KeyNormScorer())),
         ("scorer", SumScorer([WindowMaxPoolScorer(3), KeyDiffScorer()], weights=[1.0, 0.5])),
@@ -67,6 +68,7 @@ def test_registered_parts(kind: str, factory: Any) -> None:
         ("selector", SinkAndRecentSelector(0.2, num_sinks=2, protect=6)),
         ("selector", PyramidSelector(0.4, window_size=0, beta=2)),
         ("selector", PyramidSelector(retention_tokens=9, window_size=3, beta=7, protect=4)),
+        ("selector", PyramidSelector(retention_tokens=14, window_size=3, floor_tokens=4)),
         ("selector", AdaptiveHeadSelector(0.3, window_size=0, floor=0.0)),
         ("selector", AdaptiveHeadSelector(retention_tokens=9, window_size=3, protect=4)),
         ("selector", GlobalThresholdSelector(0.3, window_size=0)),
@@ -109,6 +111,10 @@ def test_other_parameters(kind: str, part: Any) -> None:
         (
             PyramidSelector(retention_tokens=4, window_size=1, protect=3),
             PyramidSelector(retention_tokens=5, window_size=1, protect=3),
+        ),
+        (
+            PyramidSelector(retention_tokens=7, window_size=1, floor_tokens=4),
+            PyramidSelector(retention_tokens=8, window_size=1, floor_tokens=4),
         ),
         (AdaptiveHeadSelector(0.1, window_size=2), AdaptiveHeadSelector(0.25, window_size=2)),
         (

@@ -14,6 +14,7 @@ from .selection import (
     head_mean,
     margin,
     max_pool,
+    max_pool_peak_first,
     sinks_and_recent,
     window_and_highest,
     window_saliency,
@@ -126,6 +127,7 @@ class SnapKV:
         retention_tokens: budget as a number of tokens.
         protect: positions always kept, beside the window.
         group_first: whether the heads of a KV group are averaged before the pooling.
+        peak_first: whether a salient token ranks above its neighbours, later ones above earlier.
     """
 
     retention_rate: float | None = 0.1
@@ -134,6 +136,7 @@ class SnapKV:
     retention_tokens: int | None = None
     protect: int = field(default=0, kw_only=True)
     group_first: bool = field(default=False, kw_only=True)
+    peak_first: bool = field(default=False, kw_only=True)
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
         """Returns, per query head, the pooled scores of the keys before the window."""
@@ -142,15 +145,16 @@ class SnapKV:
             layer.new_positions,
             layer.entries,
             window_size=self.window_size,
-            kernel_size=1 if self.group_first else self.kernel_size,
+            kernel_size=1,
             scaling=layer.scaling,
         )
+        pool = max_pool_peak_first if self.peak_first else max_pool
         if not self.group_first:
-            return found
+            return [pool(row, self.kernel_size) for row in found]
         group = len(layer.queries) // len(layer.entries)
         pooled = []
         for first in range(0, len(found), group):
-            mean = max_pool(head_mean(found[first : first + group]), self.kernel_size)
+            mean = pool(head_mean(found[first : first + group]), self.kernel_size)
             pooled += [mean] * group
         return pooled
 

@@ -44,6 +44,27 @@ def max_pool(row: Sequence[float], kernel_size: int) -> list[float]:
     return [max(row[max(0, i - reach) : i + reach + 1]) for i in range(len(row))]
 
 
+def max_pool_peak_first(row: Sequence[float], kernel_size: int) -> list[float]:
+    """Max-pools values over neighbours, whose shares fall by 1 / 2048 in the order of their ranks.
+
+    The ranks begin with the value itself; then come the neighbours after it, from near to far, then
+    those before it.
+
+    Example:
+        >>> [round(2048 * value) for value in max_pool_peak_first([0.0, 0.0, 1.0, 0.0, 0.0], 5)]
+        [2044, 2045, 2048, 2047, 2046]
+    """
+    assert kernel_size % 2 == 1, "kernel_size must be odd"
+    reach = kernel_size // 2
+    ranked = [0, *range(1, reach + 1), *range(-1, -reach - 1, -1)]
+    pooled = list(row)
+    for peak, value in enumerate(row):
+        for rank, offset in enumerate(ranked):
+            if 0 <= peak + offset < len(row):
+                pooled[peak + offset] = max(pooled[peak + offset], value * (1 - rank / 2048))
+    return pooled
+
+
 def average_pool(row: Sequence[float], kernel_size: int) -> list[float]:
     """Average-pools values over `kernel_size // 2` neighbours on each side; missing ones are 0.
 

@@ -35,6 +35,7 @@ from tests.reference.selection import (
     highest,
     margin,
     max_pool,
+    max_pool_peak_first,
     sinks_and_recent,
     window_and_highest,
     window_saliency,
@@ -107,6 +108,15 @@ def test_max_pool() -> None:
     assert max_pool(row, 5) == [3.0, 3.0, 4.0, 4.0, 4.0]
     assert max_pool([-2.0, -1.0], 7) == [-1.0, -1.0]  # the edge adds no zeros
     assert max_pool([], 3) == []
+
+
+def test_max_pool_peak_first() -> None:
+    row = [0.0, 0.0, 0.0, 2048.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert max_pool_peak_first(row, 1) == row
+    assert max_pool_peak_first(row, 7) == [2042, 2043, 2044, 2048, 2047, 2046, 2045, 0, 0]
+    # A neighbour of the higher peak counts more than the lower peak itself.
+    assert max_pool_peak_first([0.0, 2048.0, 1024.0, 0.0], 3) == [2046, 2048, 2047, 1023.5]
+    assert max_pool_peak_first([], 3) == []
 
 
 def test_highest_breaks_ties_to_the_earlier() -> None:

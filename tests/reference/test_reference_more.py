@@ -165,6 +165,23 @@ def test_free_places(mean: int, most: int, num_layers: int, beta: int, expected:
     assert free_places(mean, most, num_layers, beta) == expected
 
 
+@pytest.mark.parametrize(
+    ("mean", "floor", "expected"),
+    [
+        (7, 1, [13, 9, 5, 1]),  # as without a floor: 6.65 above
+        (7, 4, [10, 8, 6, 4]),
+        (8, 4, [12, 9, 7, 4]),  # 4 * 1 // 3 = 1
+        (4, 4, [4, 4, 4, 4]),
+        (3, 4, [3, 3, 3, 3]),
+        (0, 4, [0, 0, 0, 0]),
+        (80, 4, [156, 105, 55, 4]),  # 80 * 19 // 20 = 76 above
+        (100, 4, [195, 131, 69, 5]),  # 95 above leaves 5
+    ],
+)
+def test_free_places_with_a_floor(mean: int, floor: int, expected: list[int]) -> None:
+    assert free_places(mean, 1000, 4, 20, floor) == expected
+
+
 def test_pyramid_kv_by_hand() -> None:
     """Budgets are right by hand: ten tokens, window 2, 1 protected, 6 kept on average."""
     weights = [0.02, 0.05, 0.07, 0.1, 0.2, 0.03, 0.3, 0.13, 0.05, 0.05]

@@ -25,6 +25,7 @@ from kvpolicy.integrations.transformers import PolicyCache, ReadDocument
 from kvpolicy.policy import CachePolicy
 
 DEFAULT = "fastkv"
+DEFAULT_OF_DOCUMENTS = "replaykv"  # chooses before the questions are known
 
 
 def run_generate(options: GenerateOptions) -> None:
@@ -116,4 +117,5 @@ def _variant(options: GenerateOptions) -> Variant:
     own = {"tsp_rate": options.tsp_rate, "tsp_layer": options.tsp_layer}
     given = {name: value for name, value in own.items() if value is not None}
     policies = attrs.evolve(options.policies, assignments=options.policies.assignments | given)
-    return chosen_variant(policies, DEFAULT, tsp_layer=default_tsp_layer(options.model))
+    default = DEFAULT_OF_DOCUMENTS if options.questions else DEFAULT
+    return chosen_variant(policies, default, tsp_layer=default_tsp_layer(options.model))

@@ -365,7 +365,7 @@ def run_conversation(
 
 def assert_same(turn: Turn, index: int, expected: TurnResult) -> None:
     """Asserts that row `index` of a turn equals the reference's result for that row alone."""
-    assert expected.margin > 1e-4, "the reference's choice is a near tie: take another seed"
+    assert expected.margin > 5e-5, "the reference's choice is a near tie: take another seed"
     assert turn.kept[index] == expected.kept
     for layer, positions in turn.propagated.items():
         # A layer that drops tokens only in another row passes on all of this row's tokens.

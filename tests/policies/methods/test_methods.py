@@ -81,6 +81,15 @@ def test_pooling_takes_neighbours_along_but_not_from_the_window() -> None:
     torch.testing.assert_close(saliency[0, :1], torch.tensor(expected))
 
 
+def test_of_equal_neighbours_the_peak_and_those_after_it_come_first() -> None:
+    """One peak at token 3; six tokens share its saliency, and a few places hold 3, 4 and 5."""
+    context = layer([[0.02, 0.02, 0.02, 0.4, 0.02, 0.02, 0.02, 0.02, 0.46]] * 2)
+    for peak_first, expected in [(False, [0, 1, 2, 8]), (True, [3, 4, 5, 8])]:
+        scorer = WindowMaxPoolScorer(1, kernel_size=7, peak_first=peak_first)
+        selector = GQAGroupSelector(retention_tokens=4, window_size=1)
+        assert selector.select(scorer.score(context), context).tolist() == [[expected]]
+
+
 def test_the_group_keeps_what_its_heads_like_on_average() -> None:
     context = layer(WEIGHTS)
     saliency = WindowMaxPoolScorer(1, kernel_size=1).score(context)

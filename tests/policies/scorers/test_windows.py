@@ -21,7 +21,13 @@ from kvpolicy.policies import (
 from kvpolicy.testing import check_scorer
 from tests.policies.views import view_of
 from tests.reference.droppers import window_means
-from tests.reference.selection import average_pool, head_mean, max_pool, window_saliency
+from tests.reference.selection import (
+    average_pool,
+    head_mean,
+    max_pool,
+    max_pool_peak_first,
+    window_saliency,
+)
 
 from .support import random_layer
 
@@ -46,6 +52,32 @@ def test_average_pooling_against_slow_loops_in_padded_rows(window: int, kernel: 
             scores = average_pool(expected[head], kernel)
             here = found[row, head, 23 - length :].tolist()
             assert here == pytest.approx([*scores, *[0.0] * min(window, length)], abs=1e-6)
+
+
+@pytest.mark.parametrize("group_first", [False, True])
+@pytest.mark.parametrize(("window", "kernel"), [(4, 1), (4, 3), (1, 7), (30, 3)])
+def test_peaks_come_first_in_padded_rows(window: int, kernel: int, group_first: bool) -> None:
+    context = random_layer(window, LENS, query_len=min(window, 23))
+    scorer = WindowMaxPoolScorer(
+        window, kernel_size=kernel, group_first=group_first, peak_first=True
+    )
+    found = scorer.score(context)
+    for row, length in enumerate(LENS):
+        view = view_of(context, row)
+        attention = window_saliency(
+            view.queries,
+            view.new_positions,
+            view.entries,
+            window_size=window,
+            kernel_size=1,
+            scaling=view.scaling,
+        )
+        if group_first:
+            attention = [head_mean(attention[head : head + 2]) for head in (0, 2, 4)]
+        for head, weights in enumerate(attention):
+            here = found[row, head, 23 - length :].tolist()
+            expected = [*max_pool_peak_first(weights, kernel), *[0.0] * min(window, length)]
+            assert here == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(("window", "kernel"), [(4, 3), (1, 7), (30, 3)])

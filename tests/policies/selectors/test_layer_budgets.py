@@ -75,7 +75,31 @@ def test_pyramid_counts_on_paper(
     assert pyramid_counts(selector, seen_len, num_layers) == expected
 
 
+@pytest.mark.parametrize(
+    ("tokens", "seen_len", "num_layers", "floor", "expected"),
+    [
+        # A window of 2: 13 free places; 9 * 3 // 3 more or fewer leave the last layer 4.
+        (15, 512, 4, 4, [24, 18, 12, 6]),
+        (15, 512, 8, 4, [24, 21, 18, 16, 14, 12, 9, 6]),
+        (6, 512, 4, 4, [6, 6, 6, 6]),
+        (5, 512, 4, 4, [5, 5, 5, 5]),
+        (2, 512, 4, 4, [2, 2, 2, 2]),
+        # 100 * 19 // 20 = 95 more leave 5 of 100, more than the floor.
+        (102, 512, 3, 4, [197, 102, 7]),
+        # There is no room for 9 more.
+        (15, 20, 2, 4, [20, 10]),
+        (15, 512, 1, 4, [15]),
+    ],
+)
+def test_a_floor_under_a_pyramid_on_paper(
+    tokens: int, seen_len: int, num_layers: int, floor: int, expected: list[int]
+) -> None:
+    selector = PyramidSelector(retention_tokens=tokens, window_size=2, floor_tokens=floor)
+    assert pyramid_counts(selector, seen_len, num_layers) == expected
+
+
 PARAMETERS = {
+    "floor_tokens": st.integers(0, 50),
     "seen_len": st.integers(1, 3000),
     "tokens": st.integers(1, 3000),
     "window_size": st.integers(0, 70),
@@ -86,15 +110,22 @@ PARAMETERS = {
 
 @given(**PARAMETERS)
 def test_all_layers_of_a_pyramid_keep_what_as_many_equal_layers_would(
-    seen_len: int, tokens: int, window_size: int, beta: int, num_layers: int
+    seen_len: int, tokens: int, window_size: int, beta: int, num_layers: int, floor_tokens: int
 ) -> None:
-    selector = PyramidSelector(None, window_size=window_size, retention_tokens=tokens, beta=beta)
+    selector = PyramidSelector(
+        None,
+        window_size=window_size,
+        retention_tokens=tokens,
+        beta=beta,
+        floor_tokens=floor_tokens,
+    )
     fixed = min(window_size, seen_len)
     counts = [selector.count(seen_len, fixed, index, num_layers) for index in range(num_layers)]
     equal = min(seen_len, max(tokens, fixed, 1))
     assert sum(counts) == num_layers * equal
     assert counts == sorted(counts, reverse=True)
     assert max(fixed, 1) <= counts[-1]
+    assert counts[-1] >= min(fixed + floor_tokens, equal)
     assert counts[0] <= seen_len
     assert all(a + b == 2 * equal for a, b in zip(counts, reversed(counts), strict=True))
     rates = selector.kept_rates(num_layers, seen_len)
@@ -103,14 +134,24 @@ def test_all_layers_of_a_pyramid_keep_what_as_many_equal_layers_would(
 
 @given(more=st.integers(1, 50), **PARAMETERS)
 def test_no_layer_of_a_pyramid_loses_by_a_larger_budget(
-    seen_len: int, tokens: int, window_size: int, beta: int, num_layers: int, more: int
+    seen_len: int,
+    tokens: int,
+    window_size: int,
+    beta: int,
+    num_layers: int,
+    floor_tokens: int,
+    more: int,
 ) -> None:
     fixed = min(window_size, seen_len)
     for layer_idx in range(num_layers):
         smaller, larger = (
-            PyramidSelector(None, window_size=window_size, retention_tokens=size, beta=beta).count(
-                seen_len, fixed, layer_idx, num_layers
-            )
+            PyramidSelector(
+                None,
+                window_size=window_size,
+                retention_tokens=size,
+                beta=beta,
+                floor_tokens=floor_tokens,
+            ).count(seen_len, fixed, layer_idx, num_layers)
             for size in (tokens, tokens + more)
         )
         assert smaller <= larger
