@@ -133,14 +133,12 @@ def test_a_whole_second_reading_is_kvzip(model: LlamaForCausalLM, reading: Readi
 
 
 def test_parts_of_a_second_reading_agree_with_the_whole(reading: Reading) -> None:
-    whole = second_reading.whole(reading)
-    scaled = second_reading.relative(whole)
+    whole, main = second_reading.whole(reading), one_reading.fixed(reading)
     first = second_reading.first_layers(reading, 2)
-    close(first[:2], list(scaled[:2]))
-    close(first[2:], [second_reading.relative(one_reading.fixed(reading))[2]])
+    close(first, [*whole[:2], main[2]])
     last = second_reading.last_layers(reading, 1)
-    close(last[:1], [second_reading.relative(one_reading.fixed(reading))[0]])
-    assert not torch.allclose(last[1], scaled[1])  # other states enter than in the whole
+    close(last[:1], [main[0]])
+    assert not torch.allclose(last[1], whole[1])  # other states enter than in the whole
     close(second_reading.every_second(reading, 1), list(whole))
     fewer = second_reading.fewer_behind(reading, 0, 0.5)
     close(fewer[:1], list(whole[:1]))
@@ -169,6 +167,16 @@ def test_surprise_is_minus_the_log_of_the_chance(reading: Reading) -> None:
     found = one_reading.surprise(reading)
     assert found[0].shape == (2, KV_HEADS, LENGTH)
     torch.testing.assert_close(found[2][1, 1, 7], -chance.log())
+
+
+def test_output_norms_are_those_of_what_a_value_adds(reading: Reading) -> None:
+    weight = reading.model.model.layers[1].self_attn.o_proj.weight
+    alone = torch.zeros(2, LENGTH, HEADS, 8)
+    alone[:, :, 4] = reading.layers[1].values[:, 1]
+    one = (alone.flatten(2) @ weight.T).norm(dim=-1)
+    found = one_reading.output_norms(reading)[1][:, 1]
+    assert (found >= one - 1e-5).all()
+    assert torch.isclose(found, one).any()
 
 
 def test_scales_and_joins_by_hand() -> None:

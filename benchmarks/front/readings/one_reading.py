@@ -6,6 +6,8 @@ main rule is `fixed`: queries of the whole document, turned to the position behi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -111,9 +113,22 @@ def surprise(reading: Reading) -> Saliency:
     return (one,) * len(reading.layers)
 
 
+@torch.no_grad()
 def value_norms(reading: Reading) -> Saliency:
     """Return the norms of the values."""
     return tuple(layer.values.norm(dim=-1) for layer in reading.layers)
+
+
+@torch.no_grad()
+def output_norms(reading: Reading) -> Saliency:
+    """Return the norms of the values behind the output projection, the largest of each group."""
+    found = []
+    for index, layer in enumerate(reading.layers):
+        attention: Any = reading.model.model.layers[index].self_attn
+        weights = attention.o_proj.weight.T.unflatten(0, (reading.kv_heads, -1, attention.head_dim))
+        added = torch.einsum("bgtd,ghdo->bghto", layer.values, weights)
+        found.append(added.norm(dim=-1).amax(dim=2))
+    return tuple(found)
 
 
 def key_difference(reading: Reading) -> Saliency:

@@ -108,6 +108,7 @@ BASES: dict[str, Base] = {
 }
 FACTORS: dict[str, Callable[[Reading], Saliency]] = {
     "values": one.value_norms,
+    "outputs": one.output_norms,
     "surprise": one.surprise,
     "keydiff": one.key_difference,
     "leverage": one.leverage,

@@ -46,12 +46,12 @@ def fewer_behind(reading: Reading, layer: int, part: float) -> Saliency:
 
 def first_layers(reading: Reading, stop: int, others: str = "fixed") -> Saliency:
     """Return the saliency if the second reading ends before layer ``stop``; ``others`` behind."""
-    behind = relative((fixed if others == "fixed" else shifted)(reading))
+    behind = (fixed if others == "fixed" else shifted)(reading)
 
     def of(row: Reading) -> list[Tensor]:
         return _again(row, row.hidden[0], row.places, stop=stop)
 
-    return (*relative(_by_row(reading, of)), *behind[stop:])
+    return (*_by_row(reading, of), *behind[stop:])
 
 
 def last_layers(reading: Reading, start: int) -> Saliency:
@@ -64,7 +64,7 @@ def last_layers(reading: Reading, start: int) -> Saliency:
     def of(row: Reading) -> list[Tensor]:
         return _again(row, row.hidden[start], row.places, start=start)
 
-    return (*relative(fixed(reading))[:start], *relative(_by_row(reading, of)))
+    return (*fixed(reading)[:start], *_by_row(reading, of))
 
 
 @torch.no_grad()
