@@ -34,9 +34,9 @@ from kvpolicy.integrations.transformers import PolicyCache
 RATE = 0.1
 NAMES = (
     "kvzip", "kvzip-chunks256", "curdkv", "expected_attention", "compactor", "keydiff", "h2o",
-    "fastkv", "snapkv", "own-peaks+mean", "fixed+mean", "fixed+std", "fixed*values+std",
-    "fixed-every2+mean", "fixed-every4+mean", "fixed-chunks+mean", "shifted+mean", "again-every2",
-    "again-cut2-quarter+mean", "again-to2-shifted+mean", "again-from4+mean",
+    "fastkv", "snapkv", "fixed*values", "fixed", "fixed+std", "fixed-every2*values",
+    "fixed-every4*values", "fixed-chunks*values", "shifted*values", "again-every2*values",
+    "again-cut2-quarter*values", "again-to2-fixed*values", "again-from4*values",
 )  # fmt: skip
 
 
