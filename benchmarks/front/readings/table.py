@@ -2,7 +2,8 @@
 
 Run as ``python -m benchmarks.front.readings.table FILE... [--times F.json] [--against kvzip]``.
 Files of one task are joined: columns are rates, values means over models, seeds and kinds of
-question. With ``--against`` every rule has its paired difference to that one, with 95% intervals.
+question. The best rule at the rate that most rules have comes first. With ``--against`` every rule
+has its paired difference to others, in points, with 95% intervals.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def table(
     rates = sorted({rate for of in lines.values() for rate in of})
     heads = ["rule", "prefills", "products", "choice"] + [f"{rate:.0%}" for rate in rates]
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name, of in sorted(lines.items(), key=lambda each: -_mean(each[1])):
+    most = max(rates, key=lambda rate: sum(rate in of for of in lines.values()))
+    for name, of in sorted(lines.items(), key=lambda each: -_accuracy(each[1].get(most))):
         cost = f"{costs[name]:.2f}" if name in costs else ""
         products = f"{pairs[name]:.1f}" if pairs[name] is not None else ""
         work = next(iter(of.values())).work
@@ -46,8 +48,8 @@ def table(
     return "\n".join(rows).replace("fixed|", "fixed\\|")
 
 
-def _mean(of: dict[float, Line]) -> float:
-    return sum(line.accuracy for line in of.values()) / len(of)
+def _accuracy(line: Line | None) -> float:
+    return -1.0 if line is None else line.accuracy
 
 
 def _cell(line: Line | None, others: Sequence[Line | None]) -> str:
