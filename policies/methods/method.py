@@ -42,7 +42,7 @@ class Method(CachePolicy):
         SnapKV(decoding=None, retention_rate=0.1, window_size=4, retention_tokens=None, protect=0, \
 kernel_size=7, group_first=False)
         >>> SnapKV(window_size=4).scorer
-        WindowMaxPoolScorer(window_size=4, kernel_size=7, group_first=False)
+        WindowMaxPoolScorer(window_size=4, kernel_size=7, group_first=False, peak_first=False)
         >>> SnapKV(decoding=512).decoding.most_tokens
         512
     """

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.front import measure, report
+from benchmarks.front import chat, measure, report
 from benchmarks.front.compositions import DROPPERS, SCORERS, SELECTORS, composed, compositions
 from benchmarks.front.report import Line, difference, front_of, lines_of
 from kvpolicy import registered
+from kvpolicy.evaluation.tasks import needle
 from kvpolicy.evaluation.tasks.needle import load_model
+from kvpolicy.evaluation.tasks.needle.vocabulary import KEY, QUERY
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FullContext
 
@@ -129,3 +131,22 @@ def test_word_tasks_are_asked_of_their_model(tmp_path: Path) -> None:
     data = run(tmp_path / "f.json", *arguments, "--length", "256", "--modes", "later")
     (row,) = data["rows"]
     assert row["scores"]["multi-key"] == 1.0
+
+
+def test_two_turns_ask_about_two_pairs(tmp_path: Path) -> None:
+    """Full context answers both; what the first question needs does not answer the second."""
+    prompt = needle.NeedleTask(256, 1).prompts(1, seed=3)[0]
+    document = prompt.input_ids[:-2]
+    (asks, key), answer = chat.other_question(document, prompt.input_ids[-1])
+    assert asks == QUERY
+    assert key != prompt.input_ids[-1]
+    place = document.index(key)
+    assert document[place - 1] == KEY
+    assert document[place + 1 : place + 4] == answer
+    assert answer != prompt.answer
+    out = tmp_path / "chat.json"
+    sizes = ["--length", "256", "--count", "4", "--batch", "2", "--rates", "0.1"]
+    chat.main(["--out", str(out), *sizes, "--names", "full_context", "snapkv"])
+    rows = {row["name"]: row["scores"] for row in json.loads(out.read_text())["rows"]}
+    assert rows["full_context"] == [100, 100]
+    assert rows["snapkv"][0] > rows["snapkv"][1]

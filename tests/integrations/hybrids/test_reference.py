@@ -47,10 +47,10 @@ ALIKE = Lengths(first=(31, 31), second=(29, 29), num_decode=8)
 # Rows of unlike length of which rates pass on unlike numbers in the second turn too.
 UNLIKE = Lengths(first=(37, 23), second=(29, 29), num_decode=4)
 # PyramidInfer drops after every layer, and behind a recurrent one nothing says what goes on.
-# SpireKV and one CLAA drop after layer 1, which is recurrent in ATTENDING_FIRST, LazyLLM and
-# SlimInfer in three stages, for which two layers that attend are too few. UniPrefill passes on
+# SpireKV, ReplayKV and one CLAA drop after layer 1, which is recurrent in ATTENDING_FIRST, LazyLLM
+# and SlimInfer in three stages, for which two layers that attend are too few. UniPrefill passes on
 # numbers that differ between rows.
-REFUSED = ("spirekv", "claa", "lazyllm", "sliminfer", "uniprefill")
+REFUSED = ("spirekv", "replaykv_after_a_drop", "claa", "lazyllm", "sliminfer", "uniprefill")
 ALLOWED = [name for name in METHODS if not name.startswith("pyramidinfer") and name not in REFUSED]
 # What METHODS drop at are layers 0 and 2; of these the nearest to the middle is 2.
 ATTENDING_FIRST = (FULL, LINEAR, FULL, LINEAR)
