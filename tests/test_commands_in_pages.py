@@ -65,6 +65,7 @@ GIVEN = {
     "SMALL": "model",
     "DIR": "made",
     "my_scorer": "last_query",
+    "name kettle :": "What is the name?",
 }
 HUB = re.compile(r"(?:meta-llama|Qwen)/[\w.-]+")
 # Options whose values are sizes.

@@ -56,14 +56,16 @@ def test_the_first_hour(
     named = [command for command in commands if HUB in command]
     assert [command[0] for command in named] == ["compare", "export"]
     own = [command for command in commands if HUB not in command]
-    assert [command[0] for command in own] == ["compare", "export", "serve-check"]
+    assert [command[0] for command in own] == ["compare", "export", "serve-check", "generate"]
     for command in own:
         assert main([*command, "--rounds", "1"] if command[0] == "compare" else command) == 0
     right = {row["policy"]: rate_of(row) for row in rows_of(tmp_path / "compared/compare.json")}
     assert right["full_context"] == right["snapkv"] == right["fastkv"] == 1.0
     assert right["streamingllm"] <= 0.25
     assert (tmp_path / "my-documents/report.safetensors").is_file()
-    assert re.search(r"^ *report +1,021 +204 ", capsys.readouterr().out, re.MULTILINE)
+    printed = capsys.readouterr().out
+    assert re.search(r"^ *report +1,021 +204 ", printed, re.MULTILINE)
+    assert printed.rstrip().endswith("kettle wine rake")
 
 
 def rows_of(file: Path) -> list[dict[str, object]]:

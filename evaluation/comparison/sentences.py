@@ -62,10 +62,12 @@ def _memory(shown: Shown, full: Line, others: Sequence[Line], good: Sequence[Lin
     assert budget is not None
     right = _percent(_right(full, budget))
     if not good:
-        best = max(others, key=lambda line: _right(line, budget))
+        most = max(_right(line, budget) for line in others)
+        best = [line.name for line in others if _right(line, budget) == most]
+        who = f"the best is {best[0]} with" if len(best) == 1 else f"{', '.join(best)} have"
         return (
             f"At {budget.words} no policy comes within {100 * _CLOSE:.0f} points of full context's "
-            f"{right}; the best is {best.name} with {_percent(_right(best, budget))}."
+            f"{right}; {who} {_percent(most)}."
         )
     shares = sorted(line.share for line in good)
     low, high = _percent(shares[0]), _percent(shares[-1])

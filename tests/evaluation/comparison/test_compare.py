@@ -276,7 +276,7 @@ def test_sentences_say_nothing_that_the_lines_do_not_show() -> None:
     alike = Shown.of(results(*(row_of(name, 0.1, 60, (1.0, 1.0)) for name in "ab")))
     assert sentences(alike) == [
         "Keeping 10% of a prompt's tokens, every policy answers 60% of the 100 prompts right.",
-        "At 10% no policy comes within 5 points of full context's 100%; the best is a with 60%.",
+        "At 10% no policy comes within 5 points of full context's 100%; a, b have 60%.",
         "Speed: none of them reads the prompt much faster than full context; none decodes much "
         "faster; the prompts may be too short for that.",
     ]
