@@ -82,8 +82,13 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
     return _nothing(context) if sums is None else sums
 
 
-def causal_attention_peaks(context: LayerContext) -> Tensor:
+def causal_attention_peaks(context: LayerContext, *, from_behind: bool = False) -> Tensor:
     """Return, for each key, the largest causal attention weight from any query.
+
+    Args:
+        context: The layer.
+        from_behind: True if the context says the queries' positions and all are after all keys:
+            then no key is masked as a later one.
 
     Returns:
         float32 ``[batch, query_heads, key_len]``; 0 on padding.
@@ -92,7 +97,7 @@ def causal_attention_peaks(context: LayerContext) -> Tensor:
         ShapeError: The layer shows no queries; see `LayerContext.queries`.
     """
     peaks = _nothing(context)
-    for block, _, weights in _blocks(context):
+    for block, _, weights in _blocks(context, from_behind=from_behind):
         seen = peaks[:, block, : weights.shape[-1]]
         torch.maximum(seen, weights.amax(dim=2), out=seen)
     return peaks
@@ -105,7 +110,9 @@ def _nothing(context: LayerContext) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=queries.device)
 
 
-def _blocks(context: LayerContext) -> Iterator[tuple[slice, slice, Tensor]]:
+def _blocks(
+    context: LayerContext, *, from_behind: bool = False
+) -> Iterator[tuple[slice, slice, Tensor]]:
     """Compute causal attention block by block; yield each block's heads, queries and weights.
 
     The keys are those up to the block's last query.
@@ -125,7 +132,7 @@ def _blocks(context: LayerContext) -> Iterator[tuple[slice, slice, Tensor]]:
             yield (
                 block,
                 shown,
-                _block_weights(context, block, keys, valid, shown),
+                _block_weights(context, block, keys, valid, shown, from_behind=from_behind),
             )
 
 
@@ -150,7 +157,13 @@ def _block_sizes(context: LayerContext) -> tuple[int, int]:
 
 
 def _block_weights(
-    context: LayerContext, heads: slice, keys: Tensor, valid: Tensor | None, shown: slice
+    context: LayerContext,
+    heads: slice,
+    keys: Tensor,
+    valid: Tensor | None,
+    shown: slice,
+    *,
+    from_behind: bool,
 ) -> Tensor:
     """Compute causal attention weights of a block of queries over all keys up to its last query."""
     queries = context.queries
@@ -168,14 +181,14 @@ def _block_weights(
         logits.div_(softcap).tanh_().mul_(softcap)
     # The lowest number instead of -inf: a padded query that sees nothing stays finite.
     lowest = torch.finfo(torch.float32).min
-    if places is not None:
+    if places is None:
+        future = _later(count, logits.device, torch.is_inference_mode_enabled())
+        logits.narrow(3, first, count).masked_fill_(future, lowest)
+    elif not from_behind:
         group = context.query_heads // context.kv_heads
         held = context.positions[:, heads.start // group : -(-heads.stop // group), None]
         future = held > places[:, None, shown, None]  # [batch, kv_heads, query_len, key_len]
         logits.masked_fill_(future.repeat_interleave(group, dim=1), lowest)
-    else:
-        future = _later(count, logits.device, torch.is_inference_mode_enabled())
-        logits.narrow(3, first, count).masked_fill_(future, lowest)
     if valid is not None:
         logits.masked_fill_(~valid[:, :, None, :seen], lowest)
     if sinks is None:

@@ -58,13 +58,12 @@ class ReplayedAttentionScorer(Scorer):
             queries = context.layer.rotary.turned(
                 queries, after[:, None].expand(-1, 1, places.shape[1])
             )
-            # From there no key lies ahead, so that a causal mask hides none.
             replayed = attrs.evolve(
                 context,
                 queries=queries,
                 decoding=DecodingInputs(query_positions=after.where(places >= 0, -1)),
             )
-            found = causal_attention_peaks(replayed)
+            found = causal_attention_peaks(replayed, from_behind=True)
             peaks = torch.maximum(
                 peaks, found.view(*peaks.shape[:2], -1, peaks.shape[2]).amax(dim=2)
             )

@@ -40,10 +40,8 @@ def run_generate(options: GenerateOptions) -> None:
     assert text is not None  # exactly one of the two is given
     loaded = load_shown(options)
     variant.check_model(loaded.model.config.num_hidden_layers)
-    prompts = [
-        encode_prompt(loaded, f"{text}{end}", chat=options.chat)
-        for end in _ends(loaded, options) or [""]
-    ]
+    ends = _ends(loaded, options)
+    prompts = [encode_prompt(loaded, f"{text}{end}", chat=options.chat) for end in ends or [""]]
     longest = max(each.shape[1] for each in prompts)
     check_positions(
         loaded,
@@ -54,7 +52,7 @@ def run_generate(options: GenerateOptions) -> None:
     )
     begin = time.perf_counter()
     if options.questions:
-        cache = _answer(options, loaded, text, chosen)
+        cache = _answer(options, loaded, text, ends, chosen)
         read = cache.get_seq_length()
         what = f"document of {read:,} tokens"
         notes = ["The document was read once. The table is of its cache, without the questions."]
@@ -85,14 +83,14 @@ def _complete(
 
 
 def _answer(
-    options: GenerateOptions, loaded: Loaded, document: str, policy: CachePolicy
+    options: GenerateOptions, loaded: Loaded, document: str, ends: list[str], policy: CachePolicy
 ) -> PolicyCache:
     """Read a document once and stream the answer to each question; return the document's cache."""
     template = getattr(loaded.tokenizer, "chat_template", None)
     chat = bool(template) if options.chat is None else options.chat
     with Console(stderr=True).status("reading the document"):
         read = ReadDocument(loaded.model, loaded.tokenizer, document, policy, chat=chat)
-    for question, end in zip(options.questions, _ends(loaded, options), strict=True):
+    for question, end in zip(options.questions, ends, strict=True):
         plain_console(stderr=True).print(f"question: {question}", style="dim")
         with Console(stderr=True).status("reading the question") as reading:
             arguments = streaming(loaded, on_text=reading.stop, **_sampling(options))
