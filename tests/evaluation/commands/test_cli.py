@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 import kvpolicy
 from kvpolicy.evaluation import load, needle_prompts
-from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.commands.app import app
 from kvpolicy.evaluation.commands.work import compare as command_compare
 from kvpolicy.evaluation.commands.work import generate as command_generate
@@ -42,16 +41,6 @@ def _process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     hub.setLevel(hub_level)
     logging.set_verbosity(verbosity)
     logging.enable_progress_bar()
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def run_main(*arguments: object) -> tuple[int, str, str]:
-        status = main([str(each) for each in arguments])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run_main
 
 
 @pytest.fixture(scope="module")

@@ -1,39 +1,18 @@
 """Questions of `kvpolicy generate` about a document that is read once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from transformers.utils import logging
 
 from kvpolicy.evaluation import load, needle_prompts
-from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.commands.work import generate as command_generate
 from kvpolicy.integrations.transformers import ReadDocument
 from kvpolicy.policies import KeyDiff
 
 Run = Callable[..., tuple[int, str, str]]
 
-
-@pytest.fixture(autouse=True)
-def _process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("COLUMNS", "80")
-    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
-    yield
-    torch.set_num_threads(threads)
-    logging.set_verbosity(verbosity)
-    logging.enable_progress_bar()
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def run_main(*arguments: object) -> tuple[int, str, str]:
-        status = main([str(each) for each in arguments])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run_main
+pytestmark = pytest.mark.usefixtures("process_state")
 
 
 def test_questions_about_a_document(run: Run, tmp_path: Path) -> None:

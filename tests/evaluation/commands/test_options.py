@@ -2,19 +2,16 @@
 
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import typer
-from transformers.utils import logging
 
 from kvpolicy import CachePolicy, DecodingEviction
 from kvpolicy.assignments import PartOption
 from kvpolicy.evaluation import load, needle_prompts
-from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.commands.options import with_options
 from kvpolicy.evaluation.comparison.chosen import chosen_variant, chosen_variants
 from kvpolicy.evaluation.options import PolicyOptions
@@ -37,25 +34,7 @@ QUICK = ("--context", 96, "--count", 2, "--rounds", 1, "--answer-tokens", 1, "--
 COMPARE = ("compare", *QUICK, "--speed-context", 96)
 CALIBRATE = ("calibrate", "--context", 96, "--count", 2, "--threads", 1)
 
-
-@pytest.fixture(autouse=True)
-def _process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("COLUMNS", "80")
-    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
-    yield
-    torch.set_num_threads(threads)
-    logging.set_verbosity(verbosity)
-    logging.enable_progress_bar()
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def run_main(*arguments: object) -> tuple[int, str, str]:
-        status = main([str(each) for each in arguments])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run_main
+pytestmark = pytest.mark.usefixtures("process_state")
 
 
 @pytest.fixture(scope="module")
