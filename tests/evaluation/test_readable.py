@@ -1,38 +1,19 @@
 """Prompts that a model cannot read are refused alike by every command, before anything is done."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
 
-from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.models import Loaded
 from kvpolicy.evaluation.readable import check_known, check_positions, positions_of
+from tests.evaluation.support import Run
 from tests.integrations.lm_eval.support import char_tokenizer, documents, local_task
 from tests.reference import tiny_model
 
 POSITIONS = 256
 TEXT = "It rained all night, and nobody had closed the window. " * 6
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> object:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def run_main(*arguments: object) -> tuple[int, str, str]:
-        status = main([str(each) for each in arguments])
-        return (status, *capsys.readouterr())
-
-    return run_main
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
@@ -30,8 +30,8 @@ from kvpolicy.evaluation.analysis.attention import overlap_of, recall_of, top_to
 from kvpolicy.evaluation.analysis.forward import ShowingSelector, WindowAttentionScorer
 from kvpolicy.evaluation.analysis.plots import plot_distances, plot_overlap, plot_recall
 from kvpolicy.evaluation.analysis.settings import AnalysisSettings
-from kvpolicy.evaluation.cli import main
 from kvpolicy.testing import check_scorer, check_selector
+from tests.evaluation.support import Run
 from tests.reference import random_tokens, tiny_model
 from tests.reference.attention import attention_probabilities
 from tests.reference.decoder import embed, finish_layer, project, rms_norm
@@ -411,21 +411,13 @@ def test_bad_distances(
 
 # The command.
 
-Run = Callable[..., tuple[int, str, str]]
 SMALL = ("--context", 64, "--count", 2, "-k", 8)
 FILES = ["analyze.json", "distances.png", "overlap.png", "recall.png"]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def run_main(*arguments: object) -> tuple[int, str, str]:
-        status = main(["analyze", *map(str, arguments)])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run_main
+def run(run: Run) -> Run:
+    return partial(run, "analyze")
 
 
 @pytest.fixture(scope="module")

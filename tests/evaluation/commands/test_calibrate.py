@@ -2,15 +2,13 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from functools import partial
 from io import BytesIO
-from logging import getLogger
 from pathlib import Path
 
 import pytest
 import torch
 from matplotlib import image
-from transformers.utils import logging
 
 from kvpolicy.evaluation import (
     Calibration,
@@ -20,44 +18,16 @@ from kvpolicy.evaluation import (
     measure_tsp_distances,
     needle_prompts,
 )
-from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.comparison.plots import plot_calibration
 from kvpolicy.evaluation.comparison.tables import calibration_legend
+from tests.evaluation.support import Run, fails
 
-Run = Callable[..., tuple[int, str, str]]
 SMALL = ("--context", 128, "--count", 3, "--threads", 1)
 
 
-@pytest.fixture(autouse=True)
-def _process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command sets threads and the loudness of Transformers for its process."""
-    monkeypatch.setenv("COLUMNS", "80")
-    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
-    hub = getLogger("huggingface_hub")
-    hub_level = hub.level
-    yield
-    torch.set_num_threads(threads)
-    hub.setLevel(hub_level)
-    logging.set_verbosity(verbosity)
-    logging.enable_progress_bar()
-
-
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def run_main(*arguments: object) -> tuple[int, str, str]:
-        status = main(["calibrate", *(str(each) for each in arguments)])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run_main
-
-
-def fails(result: tuple[int, str, str], status: int, said: str) -> None:
-    assert result[:2] == (status, "")
-    lines = [line for line in result[2].splitlines() if line.strip()]
-    assert len(lines) == 1
-    assert lines[0].startswith("error: ")
-    assert said in lines[0]
+def run(run: Run) -> Run:
+    return partial(run, "calibrate")
 
 
 def test_screen_and_file_say_the_same(run: Run, tmp_path: Path) -> None:

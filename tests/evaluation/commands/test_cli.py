@@ -5,15 +5,11 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
-from transformers.utils import logging
 from typer.testing import CliRunner
 
 import kvpolicy
@@ -25,22 +21,7 @@ from kvpolicy.evaluation.commands.work.terminal import progress_shown
 from kvpolicy.evaluation.comparison import rows
 from kvpolicy.evaluation.comparison.settings import SHOWN
 from kvpolicy.registry import registered
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(autouse=True)
-def _process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command sets threads and the loudness of Transformers for its process."""
-    monkeypatch.setenv("COLUMNS", "80")
-    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
-    hub = getLogger("huggingface_hub")
-    hub_level = hub.level
-    yield
-    torch.set_num_threads(threads)
-    hub.setLevel(hub_level)
-    logging.set_verbosity(verbosity)
-    logging.enable_progress_bar()
+from tests.evaluation.support import Run, fails
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +30,6 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("prompts") / "needle.txt"
     file.write_text(load().tokenizer.decode(list(prompt.input_ids)) + "\n")
     return file
-
-
-def fails(result: tuple[int, str, str], status: int, said: str) -> None:
-    """One clear line on stderr, nothing on stdout, no traceback."""
-    assert result[0] == status
-    assert result[1] == ""
-    lines = [line for line in result[2].splitlines() if line.strip()]
-    assert len(lines) == 1
-    assert lines[0].startswith("error: ")
-    assert said in lines[0]
 
 
 def test_version_and_help(run: Run) -> None:

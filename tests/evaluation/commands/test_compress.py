@@ -1,45 +1,31 @@
 """`kvpolicy compress`: what it writes, and one line for whatever a user can get wrong."""
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.utils import logging
 
 from kvpolicy.evaluation import FilterLayerScorer, LookAheadScorer, compress_prompt
 from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.tasks.ruler_words import load_model, load_tokenizer, prompts
 from kvpolicy.policies import LastQueryScorer
+from tests.evaluation.support import Run
 
-Run = Callable[..., tuple[int, str, str]]
 PROMPT = prompts("multi-key", length=256, count=1, seed=5)[0]
 
 
-@pytest.fixture(autouse=True)
-def _process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("COLUMNS", "80")
-    verbosity = logging.get_verbosity()
-    yield
-    logging.set_verbosity(verbosity)
-    logging.enable_progress_bar()
-
-
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def run(run: Run, tmp_path: Path) -> Run:
     prompt_file = tmp_path / "prompt.txt"
     prompt_file.write_text(PROMPT.input + "\n")
 
-    def run_main(*arguments: object) -> tuple[int, str, str]:
-        given = [str(each) for each in arguments]
-        if not {"--prompt-file", "--chat-file"} & set(given):
-            given += ["--prompt-file", str(prompt_file)]
-        status = main(["compress", "--model", "ruler_words", *given])
-        out, err = capsys.readouterr()
-        return status, out, err
+    def compress(*arguments: object) -> tuple[int, str, str]:
+        if not {"--prompt-file", "--chat-file"} & set(map(str, arguments)):
+            arguments += ("--prompt-file", prompt_file)
+        return run("compress", "--model", "ruler_words", *arguments)
 
-    return run_main
+    return compress
 
 
 def expected(prompt: Any = PROMPT.input, **settings: Any) -> Any:

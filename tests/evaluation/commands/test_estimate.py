@@ -2,30 +2,21 @@
 
 import json
 import re
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.cost.presets import PRESETS
 from kvpolicy.registry import registered
+from tests.evaluation.support import Run
 
 LLAMA, NEMO = "llama-3.1-8b", "mistral-nemo-12b"
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def run_main(*arguments: object) -> tuple[int, str, str]:
-        status = main(["estimate", *(str(each) for each in arguments)])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run_main
+def run(run: Run) -> Run:
+    return partial(run, "estimate")
 
 
 def rows_of(shown: str) -> list[list[str]]:

@@ -1,17 +1,22 @@
 """`kvpolicy estimate --memory`: what it prints and writes, and one line for what it refuses."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
 from kvpolicy.registry import registered
-from tests.evaluation.commands.test_estimate import LLAMA, Run, run
+from tests.evaluation.support import Run
 
-__all__ = ["run"]
-
+LLAMA = "llama-3.1-8b"
 ASKED = ("--config", LLAMA, "--context", 131072, "--rate", 0.1)
+
+
+@pytest.fixture
+def run(run: Run) -> Run:
+    return partial(run, "estimate")
 
 
 def test_the_command_says_how_many_sessions_fit(run: Run, tmp_path: Path) -> None:

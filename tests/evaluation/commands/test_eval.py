@@ -3,43 +3,21 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers.utils import logging
 
 from kvpolicy.evaluation import models
-from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.suite import Settings, Summary, load, run
 from kvpolicy.evaluation.suite.harness import HarnessRunner
 from kvpolicy.evaluation.suite.sample import Answer, Cell, Document
 from tests.evaluation.suite.tasks import TASKS
 from tests.evaluation.suite.test_report import cells_of
+from tests.evaluation.support import Run
 
-Run = Callable[..., tuple[int, str, str]]
 ASKED = ("--tasks", "needle_one_hop", "--lengths", "128,192", "-p", "snapkv", "--limit", 2)
-
-
-@pytest.fixture(autouse=True)
-def _process_state() -> Iterator[None]:
-    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
-    yield
-    torch.set_num_threads(threads)
-    logging.set_verbosity(verbosity)
-    logging.enable_progress_bar()
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Run:
-    def run_main(*arguments: object) -> tuple[int, str, str]:
-        status = main([str(each) for each in arguments])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run_main
 
 
 def fails(result: tuple[int, str, str], *said: str, status: int = 1) -> None:
@@ -52,23 +30,23 @@ def fails(result: tuple[int, str, str], *said: str, status: int = 1) -> None:
         assert each in lines[0]
 
 
-def test_answers_can_be_bounded(command: Run, tmp_path: Path) -> None:
+def test_answers_can_be_bounded(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "results"
     bound = ("--decoding-tokens", 24, "--decoding-every", 1)
-    status, _, err = command("eval", *ASKED, "--rate", 0.5, *bound, "--out", out)
+    status, _, err = run("eval", *ASKED, "--rate", 0.5, *bound, "--out", out)
     assert (status, err) == (0, "")
     methods = load(out).description.methods
     policies = {label: each.parameters for label, each in methods.items()}
     assert "DecodingEviction" in policies["snapkv 0.5"], policies
     assert "DecodingEviction" not in policies["full_context"]
-    fails(command("eval", *ASKED, "--decoding-every", 1, "--out", out), "--decoding-tokens must")
+    fails(run("eval", *ASKED, "--decoding-every", 1, "--out", out), "--decoding-tokens must")
 
 
-def test_long_answers_are_asked(command: Run, tmp_path: Path) -> None:
+def test_long_answers_are_asked(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "results"
     asked = ("--model", "long_answers", "--tasks", "long_answers_chain", "--lengths", 64)
     bound = ("-p", "streamingllm", "--rate", 1.0, "--decoding-tokens", 8, "--decoding-every", 4)
-    status, said, err = command("eval", *asked, *bound, "--limit", 1, "--out", out)
+    status, said, err = run("eval", *asked, *bound, "--limit", 1, "--out", out)
     assert (status, err) == (0, "")
     assert "long_answers_chain 64, question with, full_context: right_steps " in said
     (full,), (small,) = (
@@ -80,10 +58,10 @@ def test_long_answers_are_asked(command: Run, tmp_path: Path) -> None:
     assert small["exact_match"] == 0.0
 
 
-def test_from_a_command_line_to_a_page(command: Run, tmp_path: Path) -> None:
+def test_from_a_command_line_to_a_page(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "results"
     arguments = ("eval", *ASKED, "--rate", 0.1, "--rate", 0.5, "--question", "with,later")
-    status, said, err = command(*arguments, "--out", out, "--threads", 1)
+    status, said, err = run(*arguments, "--out", out, "--threads", 1)
     assert (status, err) == (0, "")
     lines = said.splitlines()
     assert "needle_one_hop 128, question with, snapkv 0.1 ..." in lines
@@ -102,12 +80,12 @@ def test_from_a_command_line_to_a_page(command: Run, tmp_path: Path) -> None:
     assert {"kvpolicy", "torch", "transformers", "python", "lm_eval"} == set(settings["versions"])
 
     before = (out / "samples.jsonl").read_bytes()
-    status, said, err = command(*arguments, "--out", out)  # with the folder's own threads
+    status, said, err = run(*arguments, "--out", out)  # with the folder's own threads
     assert (status, err) == (0, "")
     assert (out / "samples.jsonl").read_bytes() == before
     assert said.count("each, 2 of them finished before") == 12
 
-    status, said, err = command("report", out)
+    status, said, err = run("report", out)
     assert (status, err) == (0, "")
     assert said == f"written: {out / 'report.html'}, {out / 'report.md'}\n"
     figures = Summary.of(results).figures
@@ -124,7 +102,7 @@ def test_from_a_command_line_to_a_page(command: Run, tmp_path: Path) -> None:
 
 
 def test_goes_on_after_it_was_stopped(
-    command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Cell, int]] = []
     answer = HarnessRunner.answer
@@ -137,14 +115,14 @@ def test_goes_on_after_it_was_stopped(
 
     with monkeypatch.context() as patch:
         patch.setattr(HarnessRunner, "answer", stopping)
-        status, said, err = command("eval", *ASKED, "--out", tmp_path, "--threads", 1)
+        status, said, err = run("eval", *ASKED, "--out", tmp_path, "--threads", 1)
     assert (status, err) == (130, "error: interrupted\n")
     assert f"finished answers stay in {tmp_path}; run the same command again" in said
     assert len(load(tmp_path).samples) == 3
-    status, said, _ = command("report", tmp_path, "--out-file", tmp_path / "half.html")
+    status, said, _ = run("report", tmp_path, "--out-file", tmp_path / "half.html")
     assert (status, said.splitlines()[0]) == (0, "3 of 8 samples are finished")
     assert "Not finished: 3 of 4 cells" in (tmp_path / "half.html").read_text()
-    status, said, err = command("eval", *ASKED, "--out", tmp_path)
+    status, said, err = run("eval", *ASKED, "--out", tmp_path)
     assert (status, err) == (0, "")
     assert "needle_one_hop 128, question with, full_context: " in said
     samples = load(tmp_path).samples
@@ -152,12 +130,12 @@ def test_goes_on_after_it_was_stopped(
     assert [(each.cell, each.document) for each in samples[:3]] == asked
 
 
-def test_a_folder_of_other_settings(command: Run, tmp_path: Path) -> None:
-    assert command("eval", *ASKED, "--out", tmp_path, "--threads", 1)[0] == 0
+def test_a_folder_of_other_settings(run: Run, tmp_path: Path) -> None:
+    assert run("eval", *ASKED, "--out", tmp_path, "--threads", 1)[0] == 0
     before = {each.name: each.read_bytes() for each in tmp_path.iterdir() if each.is_file()}
     other = ("--batch-size", 2, "--threads", 2, "--set", "window_size=4", "-p", "fastkv")
     fails(
-        command("eval", *ASKED, *other, "--out", tmp_path),
+        run("eval", *ASKED, *other, "--out", tmp_path),
         "out must be a new folder, or one of the same settings",
         "batch_size was 1, got 2",
         "threads was 1, got 2",
@@ -166,10 +144,10 @@ def test_a_folder_of_other_settings(command: Run, tmp_path: Path) -> None:
     assert before == {each.name: each.read_bytes() for each in tmp_path.iterdir() if each.is_file()}
 
 
-def evaluated(command: Run, out: Path, asked: dict[str, object]) -> list[dict[str, Any]]:
+def evaluated(run: Run, out: Path, asked: dict[str, object]) -> list[dict[str, Any]]:
     """The samples that the command writes, without their times."""
     arguments = [each for pair in asked.items() for each in pair]
-    status, _, err = command("eval", *arguments, "--threads", 1, "--out", out)
+    status, _, err = run("eval", *arguments, "--threads", 1, "--out", out)
     assert (status, err) == (0, "")
     rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     return [{key: it for key, it in row.items() if "seconds" not in key} for row in rows]
@@ -193,30 +171,28 @@ FIRST: dict[str, object] = {
     ],
 )
 def test_a_folder_is_extended(
-    command: Run, tmp_path: Path, option: str, more: object, both: object
+    run: Run, tmp_path: Path, option: str, more: object, both: object
 ) -> None:
-    first = evaluated(command, tmp_path / "out", FIRST)
+    first = evaluated(run, tmp_path / "out", FIRST)
     before = (tmp_path / "out" / "samples.jsonl").read_bytes()
-    found = evaluated(command, tmp_path / "out", FIRST | {option: more})
+    found = evaluated(run, tmp_path / "out", FIRST | {option: more})
     assert (tmp_path / "out" / "samples.jsonl").read_bytes().startswith(before)
     assert len(first) < len(found)
-    once = evaluated(command, tmp_path / "once", FIRST | {option: both})
+    once = evaluated(run, tmp_path / "once", FIRST | {option: both})
     assert sorted(found, key=str) == sorted(once, key=str)
     settings = [json.loads((tmp_path / it / "settings.json").read_text()) for it in ("out", "once")]
     assert settings[0] == settings[1]
 
 
-def test_a_report_of_two_folders(
-    command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_of_two_folders(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for policy, name in (("snapkv", "a"), ("fastkv", "b")):
-        evaluated(command, Path(name), FIRST | {"-p": policy})
+        evaluated(run, Path(name), FIRST | {"-p": policy})
     settings = Path("b/settings.json")
     written = json.loads(settings.read_text())
     written["versions"]["torch"] = "1.0"
     settings.write_text(json.dumps(written))
-    status, said, err = command("report", "a", "b")
+    status, said, err = run("report", "a", "b")
     assert (status, err) == (0, "")
     differs, files = said.splitlines()
     assert re.fullmatch(r"differs: version of torch: .* in a, 1\.0 in b", differs)
@@ -229,7 +205,7 @@ def test_a_report_of_two_folders(
     first, rest = file.read_text().split("\n", 1)
     wrong = json.dumps(json.loads(first) | {"prediction": "other"})
     file.write_text(f"{wrong}\n{rest}")
-    fails(command("report", "a", "b"), "must not contradict each other, got a and b", "'other'")
+    fails(run("report", "a", "b"), "must not contradict each other, got a and b", "'other'")
 
 
 @pytest.fixture
@@ -242,9 +218,9 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_model")
-def test_unknown_tasks_are_refused_before_any_progress(command: Run, tmp_path: Path) -> None:
+def test_unknown_tasks_are_refused_before_any_progress(run: Run, tmp_path: Path) -> None:
     tasks = "needle_one_hops,needle_one_hop,two_hip"
-    status, out, err = command("eval", "--tasks", tasks, "--out", tmp_path / "out")
+    status, out, err = run("eval", "--tasks", tasks, "--out", tmp_path / "out")
     assert (status, out) == (1, "")
     assert re.search("got 'needle_one_hops'; near: needle_one_hop.*; and 'two_hip'; near: ", err)
 
@@ -263,13 +239,13 @@ def test_unknown_tasks_are_refused_before_any_progress(command: Run, tmp_path: P
     ],
 )
 def test_bad_input_is_said_before_a_model_is_loaded(
-    command: Run, tmp_path: Path, arguments: tuple[str, ...], said: str
+    run: Run, tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
-    fails(command("eval", *arguments, "--out", tmp_path / "results"), said)
+    fails(run("eval", *arguments, "--out", tmp_path / "results"), said)
     assert not (tmp_path / "results").exists()
 
 
-def test_prompts_longer_than_the_model(command: Run, tmp_path: Path) -> None:
+def test_prompts_longer_than_the_model(run: Run, tmp_path: Path) -> None:
     arguments = (
         "--tasks",
         "needle_one_hop",
@@ -278,18 +254,18 @@ def test_prompts_longer_than_the_model(command: Run, tmp_path: Path) -> None:
         "--out",
         tmp_path / "results",
     )
-    fails(command("eval", *arguments), "4,224 positions of needle", "give smaller --lengths")
+    fails(run("eval", *arguments), "4,224 positions of needle", "give smaller --lengths")
     assert not (tmp_path / "results").exists()
 
 
-def test_without_the_harness(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_harness(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    result = command("eval", "--tasks", "needle_one_hop", "--out", tmp_path)
+    result = run("eval", "--tasks", "needle_one_hop", "--out", tmp_path)
     fails(result, "lm_eval is not installed; get it with: pip install 'kvpolicy[eval]'")
 
 
-def test_report_of_no_folder(command: Run, tmp_path: Path) -> None:
-    fails(command("report", tmp_path), "a folder that kvpolicy eval has written")
+def test_report_of_no_folder(run: Run, tmp_path: Path) -> None:
+    fails(run("report", tmp_path), "a folder that kvpolicy eval has written")
 
 
 def test_from_python(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Questions of `kvpolicy generate` about a document that is read once."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,7 @@ from kvpolicy.evaluation import load, needle_prompts
 from kvpolicy.evaluation.commands.work import generate as command_generate
 from kvpolicy.integrations.transformers import ReadDocument
 from kvpolicy.policies import KeyDiff
-
-Run = Callable[..., tuple[int, str, str]]
-
-pytestmark = pytest.mark.usefixtures("process_state")
+from tests.evaluation.support import Run
 
 
 def test_questions_about_a_document(run: Run, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import io
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,14 +26,12 @@ from kvpolicy.policies import (
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
+from tests.evaluation.support import Run
 
-Run = Callable[..., tuple[int, str, str]]
 ESTIMATE = ("estimate", "--config", "llama-3.1-8b", "--context", 8192)
 QUICK = ("--context", 96, "--count", 2, "--rounds", 1, "--answer-tokens", 1, "--threads", 1)
 COMPARE = ("compare", *QUICK, "--speed-context", 96)
 CALIBRATE = ("calibrate", "--context", 96, "--count", 2, "--threads", 1)
-
-pytestmark = pytest.mark.usefixtures("process_state")
 
 
 @pytest.fixture(scope="module")

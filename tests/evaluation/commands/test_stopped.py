@@ -9,9 +9,7 @@ import pytest
 from kvpolicy.evaluation.commands.work import terminal
 from kvpolicy.evaluation.comparison import rows
 from kvpolicy.evaluation.comparison.accuracy import measure_accuracy
-from tests.evaluation.commands.test_cli import Run, _process_state, run
-
-__all__ = ["_process_state", "run"]
+from tests.evaluation.support import Run
 
 QUICK = ("--context", 64, "--count", 2, "--rounds", 1, "--answer-tokens", 2, "--threads", 1)
 QUICK += ("--speed-context", 64)

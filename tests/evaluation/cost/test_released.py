@@ -1,6 +1,7 @@
 """Bytes of released weights: against published checkpoints, quantised modules and paper."""
 
 import json
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,7 @@ from kvpolicy.evaluation import load_shape
 from kvpolicy.evaluation.cost.activations import ModelMemory
 from kvpolicy.evaluation.cost.released import method_of
 from kvpolicy.evaluation.cost.shapes import load_config
-from tests.evaluation.commands.test_estimate import Run, run
-
-__all__ = ["run"]
+from tests.evaluation.support import Run
 
 SIZES = {
     "hidden_size": 96,
@@ -41,6 +40,11 @@ MATRICES = {
     "down_proj": (96, 160),
 }
 OTHERS = 2 * 50 * 96 + (2 * 2 + 1) * 96
+
+
+@pytest.fixture
+def run(run: Run) -> Run:
+    return partial(run, "estimate")
 
 
 def memory(family: str, quantization: object, **sizes: Any) -> ModelMemory:
