@@ -9,6 +9,7 @@ import attrs
 
 from kvpolicy import CachePolicy, KVSelector, PropagationPolicy, Scorer
 from kvpolicy import build as build_method
+from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.policies import (
     AccumulatedAttentionScorer,
     AdaptiveHeadSelector,
@@ -172,7 +173,9 @@ def method(name: str) -> Composition:
             return _policy(build_method(registered_name, retention_rate=rate, **others))
         except TypeError:  # takes no rate
             return _policy(build_method(registered_name, **others))
-        except ValueError:
+        except UnknownPolicyError:
+            raise
+        except ValueError:  # none at this rate
             return None
 
     return Composition(name, at)

@@ -13,6 +13,7 @@ from benchmarks.front import chat, measure, report
 from benchmarks.front.compositions import DROPPERS, SCORERS, SELECTORS, composed, compositions
 from benchmarks.front.report import Line, difference, front_of, lines_of
 from kvpolicy import registered
+from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.evaluation.tasks import needle
 from kvpolicy.evaluation.tasks.needle import load_model
 from kvpolicy.evaluation.tasks.needle.vocabulary import KEY, QUERY
@@ -41,6 +42,11 @@ def test_measures_what_is_answered_held_and_computed(tmp_path: Path) -> None:
     assert fast["work"] == pytest.approx((3 + 3 * 32 / 160) / 6, abs=1e-5)
     assert rows["fastkv", "later"]["held"] == pytest.approx(31 / 158, abs=1e-5)
     assert rows["mass.7/open8/gqa", "with"]["work"] < 1
+
+
+def test_a_misspelt_name_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UnknownPolicyError, match="'fastkw' .did you mean fastkv"):
+        run(tmp_path / "f.json", "--names", "fastkw")
 
 
 def test_what_is_there_is_not_measured_again(
