@@ -17,7 +17,7 @@ from kvpolicy.integrations.transformers import (
     Storage,
 )
 from kvpolicy.integrations.transformers.state import storage
-from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
+from kvpolicy.policies import FastKV, FullContext, GemFilter, ReplayKV, SnapKV
 from tests.integrations.support.conversation import left_padded
 from tests.reference import random_tokens, tiny_model
 
@@ -36,6 +36,7 @@ POLICIES: dict[str, CachePolicy] = {
     "snapkv": SnapKV(0.4),
     "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3),
     "gemfilter": GemFilter(retention_rate=0.4),
+    "replaykv": ReplayKV(0.4),
 }
 
 
