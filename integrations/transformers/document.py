@@ -36,7 +36,8 @@ class ReadDocument:
         model: A decoder-only model of Transformers.
         tokenizer: Its tokenizer.
         document: The text.
-        policy: Which of its tokens to keep; by default the 20% that `ReplayKV` keeps.
+        policy: Which of its tokens to keep; by default the 20% that `ReplayKV` keeps. It needs a
+            rotary embedding of one axis; for other models (GPT-2, Qwen2.5-VL) give `KVzip`.
         chat: True puts document and question into one user message of the tokenizer's chat
             template; False puts the question directly after the document.
         storage: How keys and values are held; see `PolicyCache`.
@@ -46,6 +47,7 @@ class ReadDocument:
 
     Raises:
         TypeError: An argument has the wrong type.
+        UnsupportedModelError: The model lacks what the policy needs; the message says what.
         ValueError: The document is empty, the chat template is missing, or the template's text up
             to the end of the document depends on the question.
 

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache, ReadDocument
 from kvpolicy.integrations.transformers.document import prompt_ids
-from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
+from kvpolicy.policies import FastKV, FullContext, GemFilter, KVzip, SnapKV
 from kvpolicy.policy import CachePolicy
 from tests.integrations.lm_eval.support import char_tokenizer
 from tests.integrations.lm_eval.test_later import by_hand
@@ -39,6 +39,16 @@ def test_answers_are_those_of_each_question_alone(policy: CachePolicy) -> None:
     assert document.answer(QUESTIONS[::-1], batch_size=2, max_new_tokens=5) == wanted[::-1]
     assert str(document.cache.report()) == held  # questions are appended to copies
     assert document.answer([]) == []
+
+
+def test_a_model_that_the_default_does_not_suit() -> None:
+    tokenizer = char_tokenizer()
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": len(tokenizer)}
+    model = GPT2LMHeadModel(GPT2Config(**sizes)).eval()
+    with pytest.raises(UnsupportedModelError, match=r"absolute positions.* such as KVzip"):
+        ReadDocument(model, tokenizer, DOCUMENT)
+    document = ReadDocument(model, tokenizer, DOCUMENT, KVzip(0.3))
+    assert len(document.answer(QUESTIONS[:1], max_new_tokens=2)) == 1
 
 
 def test_in_a_chat_it_is_the_templated_text() -> None:

@@ -246,7 +246,7 @@ class LayerProbe:
 
     def _refuse(self, reason: str) -> NoReturn:
         wanted = {"a rotary embedding": self.rotary, "an output projection": self.output_weight}
-        remedy = "use parts that do not need it"
+        remedy = "use a policy that does not need it, such as KVzip"
         remedy += ", and gapless=False" if self.policy.gapless else ""
         raise UnsupportedModelError(
             f"model must have {' and '.join(name for name, asked in wanted.items() if asked)} "
