@@ -1,5 +1,7 @@
 """The prompt's queries replayed after the prompt, on paper and against slow loops."""
 
+import math
+
 import attrs
 import pytest
 import torch
@@ -77,7 +79,10 @@ def test_in_a_later_turn_only_new_queries_ask() -> None:
             assert found[row, head][held].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_a_query_sees_later_tokens_as_from_after_the_prompt() -> None:
+@pytest.mark.parametrize(("softcap", "sink"), [(None, None), (2.0, None), (None, 1.5), (2.0, 1.5)])
+def test_a_query_sees_later_tokens_as_from_after_the_prompt(
+    softcap: float | None, sink: float | None
+) -> None:
     """On paper: one head, two channels, keys that look as if their token were at position 0."""
     rotary = PlainRotary(2)
     plain = torch.tensor([[[[1.0, 0.0], [0.0, 1.0], [4.0, 0.0]]]])
@@ -95,14 +100,19 @@ def test_a_query_sees_later_tokens_as_from_after_the_prompt() -> None:
             positions=places,
             new_valid=torch.ones(1, 3, dtype=torch.bool),
             seen_len=(3,),
-            attention=AttentionSettings(1.0),
+            attention=AttentionSettings(
+                1.0, softcap, None if sink is None else torch.tensor([sink])
+            ),
         ),
         rotary=rotary,
     )
-    first = torch.tensor([1.0, 0.0, 4.0]).softmax(dim=0)  # asks for the third token, which is later
-    second = torch.tensor([0.0, 3.0, 0.0]).softmax(dim=0)
-    third = torch.tensor([0.0, 0.0, 0.0]).softmax(dim=0)
-    expected = torch.stack([first, second, third]).amax(dim=0)
+    # Each row is what one query asks; the first asks most for the third token, which is later.
+    logits = torch.tensor([[1.0, 0.0, 4.0], [0.0, 3.0, 0.0], [0.0, 0.0, 0.0]])
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    weights = logits.exp()
+    weights /= weights.sum(dim=1, keepdim=True) + (0.0 if sink is None else math.exp(sink))
+    expected = weights.amax(dim=0)
     torch.testing.assert_close(ReplayedAttentionScorer().score(context)[0, 0], expected)
 
 
