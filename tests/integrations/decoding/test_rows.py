@@ -24,6 +24,7 @@ from kvpolicy.policies import (
     AdaKV,
     ExpectedAttention,
     KeyDiff,
+    ReplayKV,
     SnapKV,
     StreamingLLM,
 )
@@ -41,6 +42,7 @@ POLICIES: dict[str, CachePolicy] = {
 } | {
     "TOVA": bounded(TOVA, TOKENS, 1),
     "SnapKV": bounded(SnapKV, TOKENS, EVERY, window_size=4),
+    "ReplayKV": bounded(ReplayKV, TOKENS, EVERY, head_uniform=True),
     "window_of_9": bounded(SnapKV, TOKENS, EVERY, window_size=9),
 }
 # By forward, how many tokens each row is given.

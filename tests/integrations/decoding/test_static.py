@@ -28,6 +28,7 @@ from kvpolicy.policies import (
     CriticalKV,
     ExpectedAttention,
     KeyDiff,
+    ReplayKV,
     SnapKV,
     StreamingLLM,
 )
@@ -48,7 +49,9 @@ POLICIES = {
 
 
 # That turn keys back, or read the weights of a layer's output.
-ASKING = {method.__name__: bounded(method, 32, EVERY) for method in (ExpectedAttention, CriticalKV)}
+ASKING = {
+    method.__name__: bounded(method, 32, EVERY) for method in (ExpectedAttention, CriticalKV)
+} | {"ReplayKV": bounded(ReplayKV, 32, EVERY, head_uniform=True)}
 
 
 @pytest.fixture(scope="module")
