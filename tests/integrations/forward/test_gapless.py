@@ -351,6 +351,6 @@ def test_parts_that_turn_keys_themselves() -> None:
     decode(model, store, prompt(40), 2)
     before = store.layers[0].keys
     store.start_turn()
-    with pytest.raises(UnsupportedModelError, match="rotated to positions without gaps; use a policy"):
+    with pytest.raises(UnsupportedModelError, match="to positions without gaps; use a policy"):
         decode(model, store, prompt(10), 0)
     assert torch.equal(store.layers[0].keys, before)
