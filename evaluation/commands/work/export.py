@@ -11,6 +11,7 @@ from kvpolicy.evaluation.commands.work.terminal import load_shown, plain_console
 from kvpolicy.evaluation.comparison.chosen import chosen_variant
 from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.defaults import default_tsp_layer
+from kvpolicy.evaluation.prompt_tokens import reads_chat
 from kvpolicy.evaluation.readable import check_known, check_positions, positions_notes
 from kvpolicy.evaluation.tasks.prompts import read_prompt
 from kvpolicy.integrations.transformers import ReadDocument
@@ -29,8 +30,7 @@ def run_export(options: ExportOptions) -> None:
     text = read_prompt(options.prompt_file)
     loaded = load_shown(options)
     chosen.check_model(loaded.model.config.num_hidden_layers)
-    template = getattr(loaded.tokenizer, "chat_template", None)
-    chat = bool(template) if options.chat is None else options.chat
+    chat = reads_chat(loaded, options.chat)
     ids = loaded.tokenizer(text)["input_ids"]
     check_known(loaded.tokenizer, ids, "prompt")
     check_positions(loaded, len(ids), beyond=options.beyond_positions)

@@ -18,7 +18,7 @@ from kvpolicy.evaluation.comparison.chosen import chosen_variant
 from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.defaults import default_tsp_layer
 from kvpolicy.evaluation.models import Loaded
-from kvpolicy.evaluation.prompt_tokens import encode_prompt
+from kvpolicy.evaluation.prompt_tokens import encode_prompt, reads_chat
 from kvpolicy.evaluation.readable import check_known, check_positions, positions_notes
 from kvpolicy.evaluation.tasks.prompts import read_prompt
 from kvpolicy.integrations.transformers import PolicyCache, ReadDocument
@@ -86,8 +86,7 @@ def _answer(
     options: GenerateOptions, loaded: Loaded, document: str, ends: list[str], policy: CachePolicy
 ) -> PolicyCache:
     """Read a document once and stream the answer to each question; return the document's cache."""
-    template = getattr(loaded.tokenizer, "chat_template", None)
-    chat = bool(template) if options.chat is None else options.chat
+    chat = reads_chat(loaded, options.chat)
     with Console(stderr=True).status("reading the document"):
         read = ReadDocument(loaded.model, loaded.tokenizer, document, policy, chat=chat)
     for question, end in zip(options.questions, ends, strict=True):

@@ -85,6 +85,8 @@ def test_refusals(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     to = tmp_path / "a.safetensors"
     assert export(folder, "--policy", "adakv", "--to", str(to)) == 1
     assert "equally many tokens in every head" in capsys.readouterr().err
+    assert export(folder, "--chat", "--to", str(to)) == 1
+    assert "--chat needs a chat template" in capsys.readouterr().err
     assert not to.exists()
     missing = ["serve-check", str(tmp_path / "none"), "--model", str(folder / "model")]
     assert main(missing) == 1
