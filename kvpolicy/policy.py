@@ -379,7 +379,7 @@ class CachePolicy:
             TypeError: Always; says how a policy gets into a cache.
         """
         raise TypeError(
-            f"past_key_values must be a cache, got the policy {cls.__name__}; pass "
+            f"a model must be given a cache, got the policy {cls.__name__}; pass "
             f"PolicyCache({cls.__name__}(...)), from kvpolicy.integrations.transformers"
         )
 

@@ -131,6 +131,6 @@ def final_state(
         else:
             cache = PolicyCache(policy)
             with cache.attached(model):
-                output = decoder(input_ids, past_key_values=cache, use_cache=True)
+                output = decoder(input_ids, use_cache=True, cache=cache)
     hidden: Tensor = output.last_hidden_state[0, -1]
     return hidden.cpu().double()

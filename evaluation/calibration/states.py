@@ -147,7 +147,7 @@ class _FullPass:
         watch = _Watch(propagation, self.max_layer, self.passed)
         cache = PolicyCache(CachePolicy(scorer, keep_last, watch))
         with cache.attached(model), self._noting(decoder.layers, cache):
-            output = decoder(input_ids, past_key_values=cache, use_cache=True)
+            output = decoder(input_ids, use_cache=True, cache=cache)
         last: Tensor = output.last_hidden_state[0, -1].clone()
         return last
 
@@ -155,9 +155,10 @@ class _FullPass:
     def _noting(self, layers: nn.ModuleList, cache: object) -> Iterator[None]:
         def noter(index: int) -> Any:
             def note(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-                if kwargs.get("past_key_values") is cache:
+                if any(each is cache for each in kwargs.values()):
                     _check_arguments(module, args, kwargs)
-                    self._note(index, kwargs, _states_of(output))
+                    alone = {key: None if each is cache else each for key, each in kwargs.items()}
+                    self._note(index, alone, _states_of(output))
 
             return note
 
@@ -172,7 +173,7 @@ class _FullPass:
                 handle.remove()
 
     def _note(self, index: int, kwargs: dict[str, Any], states: Tensor) -> None:
-        self.arguments[index] = {**kwargs, "past_key_values": None}
+        self.arguments[index] = kwargs
         passed = self.passed.get(index)
         if passed is not None:
             # A copy, so that the states of dropped tokens are freed with the pass.
@@ -223,7 +224,7 @@ def _check_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     unknown += [
         name
         for name, value in kwargs.items()
-        if name not in (*_CUT, "hidden_states", "past_key_values")
+        if name not in (*_CUT, "hidden_states")
         and isinstance(value, (Tensor, tuple, list, dict))
     ]
     if unknown:

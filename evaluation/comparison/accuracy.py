@@ -107,7 +107,7 @@ def continuations(
     generated = model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
-        past_key_values=cache,
+        cache=cache,
         max_new_tokens=max(prompt.max_new_tokens for prompt in batch),
         do_sample=False,
         # What comes after an end-of-text token is not read, but generate asks for a filler.

@@ -293,7 +293,9 @@ def _take_turn(
 
 
 def _next_token(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tensor:
-    output = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    from kvpolicy.integrations.transformers.surface import CACHE  # slow to import
+
+    output = model(input_ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
     return torch.as_tensor(output.logits[:, -1:].argmax(dim=-1))
 
 

@@ -216,7 +216,7 @@ def _last_logits(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tenso
     # Logits of all tokens would take most of the memory; some models can return only all.
     known = "logits_to_keep" in inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": 1} if known else {}
-    output: Any = model(input_ids, past_key_values=cache, use_cache=True, **keep)
+    output: Any = model(input_ids, use_cache=True, cache=cache, **keep)
     logits: Tensor = output.logits[:, -1]
     return logits
 

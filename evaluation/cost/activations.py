@@ -43,6 +43,7 @@ from kvpolicy.evaluation.cost.released import Weights, released_weights
 from kvpolicy.evaluation.cost.tracing import quiet
 from kvpolicy.evaluation.defaults import ATTENTION_NAMES
 from kvpolicy.integrations.transformers.model.finding import find_decoder, layers_within
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policy import CachePolicy
 
 # The code of layers with states may loop over the tokens, so it is run at these two lengths. The
@@ -188,7 +189,7 @@ class ModelMemory:
         try:
             with torch.no_grad(), quiet(), live:
                 ids = torch.ones(1, new_len, dtype=torch.long, device="meta")
-                self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                self._model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
         finally:
             _watching.reset(token)
             for handle in handles:

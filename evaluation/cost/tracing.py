@@ -39,6 +39,7 @@ from kvpolicy.integrations.transformers.model.finding import (
     takes_own_caches_only,
 )
 from kvpolicy.integrations.transformers.model.kinds import check_kinds, kinds_of
+from kvpolicy.integrations.transformers.surface import CACHE, cache_of, set_implementation
 
 NAME = "kvpolicy_shapes"
 TOKENS = 2
@@ -71,7 +72,7 @@ def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
         seen = _Seen(layers)
         ids = torch.ones(1, TOKENS, dtype=torch.long, device="meta")
         with torch.no_grad(), seen.watching(), quiet():
-            output = model(input_ids=ids, past_key_values=given, use_cache=True)
+            output = model(input_ids=ids, use_cache=True, **{CACHE: given})
     except Exception as error:  # any error in a family's own code
         reason = f"{type(error).__name__}: {textwrap.shorten(str(error), 160)}"
         raise UnsupportedModelError(
@@ -79,7 +80,7 @@ def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
             "describe it by a ModelShape"
         ) from error
     check_kinds(kinds_of(text, len(layers)))
-    cache = output.past_key_values if given is None else given
+    cache = cache_of(output) if given is None else given
     held = [*cache.layers, *[None] * len(layers)][: len(layers)]  # some may hold nothing
     places = _place_bytes(held)
     found = tuple(
@@ -123,7 +124,7 @@ def _built(config: Any, text: Any) -> nn.Module:
             # A vision tower may accept only the attention names that it knows.
             options["attn_implementation"] = "eager"
             model = AutoModelForImageTextToText.from_config(config, **options)
-            model.config.get_text_config(decoder=True)._attn_implementation = NAME
+            set_implementation(model.config.get_text_config(decoder=True), NAME)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")
     built: nn.Module = model.eval()

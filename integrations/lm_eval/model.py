@@ -155,7 +155,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
                 context,
                 max_length + added,
                 stop,
-                past_key_values=cache,
+                cache=cache,
                 logits_processor=LogitsProcessorList([clock]),
                 **generation_kwargs,
             )

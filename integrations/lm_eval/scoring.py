@@ -184,7 +184,7 @@ class CacheScorer:
         ids, valid = left_padded([request.rest for request in each], self.pad, self._device)
         with cache.attached(self.model):
             logits = self.model(
-                ids, attention_mask=torch.cat([mask, valid], dim=1), past_key_values=cache
+                ids, attention_mask=torch.cat([mask, valid], dim=1), cache=cache
             ).logits
         found = {}
         for row, (index, request) in enumerate(requests.items()):

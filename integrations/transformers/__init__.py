@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 # `generate` is wrapped on import, not when the first cache is built: in
-# `model.generate(past_key_values=PolicyCache(...))` Python looks `generate` up before it builds the
+# `model.generate(cache=PolicyCache(...))` Python looks `generate` up before it builds the
 # cache.
 wrap_continuous_batching()
 wrap_generate()

@@ -16,6 +16,7 @@ from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.state.report import CacheReport
 from kvpolicy.integrations.transformers.state.storage import Storage
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policy import CachePolicy
 
 _lock = threading.Lock()
@@ -118,9 +119,9 @@ def apply_policy(
 ) -> AppliedPolicy:
     """Apply a policy to every `generate` call of a model that is given no cache.
 
-    Each of these calls gets a new `PolicyCache`, as if ``past_key_values=PolicyCache(policy)`` were
+    Each of these calls gets a new `PolicyCache`, as if ``cache=PolicyCache(policy)`` were
     passed. It is for libraries that call `generate` themselves and have no place for a cache:
-    pipelines, agents, trainers, evaluations. Calls that are given ``past_key_values`` are not
+    pipelines, agents, trainers, evaluations. Calls that are given a cache are not
     affected. Neither are calls that draft tokens for another call (``assistant_model``), since
     drafts are removed again, and the next call is no new turn.
 
@@ -204,7 +205,7 @@ def _generating(model: Any) -> nn.Module:
         raise UnsupportedModelError(
             f"model must have the generate of Transformers, but {type(owner).__name__} has "
             f"{kind}; apply the policy to the inner model that generates, or pass "
-            "past_key_values=PolicyCache(policy)"
+            f"{CACHE}=PolicyCache(policy)"
         )
     found: nn.Module = method.__self__
     return found

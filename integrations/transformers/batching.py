@@ -17,10 +17,7 @@ from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.applying import applied_to
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.model.routing import users_of
-
-# `generate_batch` silently accepts arguments that it does not know; every way into continuous
-# batching starts with `init_continuous_batching`.
-NAMES = ("generate_batch", "init_continuous_batching")
+from kvpolicy.integrations.transformers.surface import CACHE, CONTINUOUS_BATCHING
 
 _lock = threading.Lock()
 
@@ -31,7 +28,7 @@ def wrap_continuous_batching() -> None:
     Calls without a policy cache, on a model that has none attached, pass straight through.
     """
     with _lock:
-        for name in NAMES:
+        for name in CONTINUOUS_BATCHING:
             original = getattr(GenerationMixin, name, None)  # defined by the class, or inherited
             if original is not None and not hasattr(original, "_kvpolicy_wraps"):
                 setattr(GenerationMixin, name, _refusing(name, original))
@@ -46,7 +43,7 @@ def _refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
                 f"{name} must not be called with a PolicyCache, or for a model that has a cache "
                 "attached or a policy applied: continuous batching uses its own cache, on which "
                 "no policy acts; pad the prompts on the left and call model.generate(input_ids, "
-                "attention_mask=mask, past_key_values=cache), or call it outside of `with "
+                f"attention_mask=mask, {CACHE}=cache), or call it outside of `with "
                 "cache.attached(model):` and `with apply_policy(model, policy):`"
             )
         return original(self, *args, **kwargs)

@@ -43,7 +43,7 @@ from kvpolicy.renamed import Moved
 class PolicyCache(DispatchedCache):
     """A Transformers cache that applies a policy while the model reads a prompt.
 
-    Give it to ``model.generate(..., past_key_values=cache)``; in a hand-written loop, call the
+    Give it to ``model.generate(..., cache=cache)``; in a hand-written loop, call the
     model inside ``with cache.attached(model):``. The policy acts on the first forward and on the
     first forward of every later ``generate`` with the same cache (a new turn; `start_turn` in a
     hand-written loop). Any other forward, such as one decoded token, only appends.
@@ -93,7 +93,7 @@ class PolicyCache(DispatchedCache):
         >>> model = LlamaForCausalLM(config).eval()
         >>> cache = PolicyCache(SnapKV(retention_tokens=12))
         >>> prompt = torch.arange(40)[None]
-        >>> tokens = model.generate(prompt, past_key_values=cache, max_new_tokens=4)
+        >>> tokens = model.generate(prompt, cache=cache, max_new_tokens=4)
         >>> cache.get_seq_length(), cache.layers[0].keys.shape
         (43, torch.Size([1, 1, 15, 8]))
     """

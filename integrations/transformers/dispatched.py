@@ -15,6 +15,7 @@ from kvpolicy.integrations.transformers.forward.static_decoding import StaticDec
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
+from kvpolicy.integrations.transformers.surface import CACHE
 
 
 class DispatchedCache(Cache):  # type: ignore[misc]
@@ -42,7 +43,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         if run is None:
             raise NotAttachedError(
                 "cache must be attached to the model for its policy to act: use "
-                "model.generate(past_key_values=cache), or call the model inside "
+                f"model.generate({CACHE}=cache), or call the model inside "
                 "`with cache.attached(model):`"
             )
         return run

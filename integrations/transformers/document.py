@@ -16,6 +16,7 @@ from kvpolicy.integrations.transformers.generation import effective_config
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.report import held_in_words
 from kvpolicy.integrations.transformers.state.storage import Storage
+from kvpolicy.integrations.transformers.surface import CACHE, CACHE_NAMES
 from kvpolicy.policies import ReplayKV
 from kvpolicy.policy import CachePolicy
 
@@ -23,7 +24,7 @@ from kvpolicy.policy import CachePolicy
 DEFAULT_POLICY = ReplayKV()
 
 # Arguments of `generate` that are made of document and question, so that callers cannot set them.
-OWN_ARGUMENTS = {"input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values"}
+OWN_ARGUMENTS = {"input_ids", "inputs", "inputs_embeds", "attention_mask", *CACHE_NAMES}
 
 
 class ReadDocument:
@@ -149,8 +150,7 @@ class ReadDocument:
             output = self._model.generate(
                 ids,
                 attention_mask=mask,
-                past_key_values=fork,
-                **{"pad_token_id": pad, **generation},
+                **{CACHE: fork, "pad_token_id": pad, **generation},
             )
         sequences = output if isinstance(output, Tensor) else output.sequences
         decoded: list[str] = self._tokenizer.batch_decode(
@@ -272,7 +272,7 @@ def read(
         for start in range(seen, width, chunk_len or width):
             end = min(start + (chunk_len or width), width)
             mask = None if attention_mask is None else attention_mask[:, :end]
-            given = {"attention_mask": mask, "past_key_values": cache, **keep, **inputs}
+            given = {"attention_mask": mask, CACHE: cache, **keep, **inputs}
             model(input_ids[:, start:end], **given)
 
 

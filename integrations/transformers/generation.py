@@ -14,8 +14,6 @@ import attrs
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, StoppingCriteria
-from transformers.generation import GenerationMode
-from transformers.masking_utils import create_masks_for_generate
 
 from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.applying import applied_to
@@ -24,6 +22,15 @@ from kvpolicy.integrations.transformers.continuation import Given
 from kvpolicy.integrations.transformers.forward.fixed_answer import FixedAnswer
 from kvpolicy.integrations.transformers.forward.static_decoding import IMPLEMENTATIONS
 from kvpolicy.integrations.transformers.model.both_ways import cuts_of
+from kvpolicy.integrations.transformers.surface import (
+    CACHE,
+    CACHE_NAMES,
+    MASKS_OF_STEP,
+    GenerationMode,
+    create_masks_for_generate,
+    given_cache,
+    implementation_of,
+)
 from kvpolicy.policy import CachePolicy
 
 _lock = threading.Lock()
@@ -58,15 +65,15 @@ def wrap_generate() -> None:
 
         @functools.wraps(original)
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            cache = kwargs.get("past_key_values")
+            cache = given_cache(kwargs)
             applied = None if cache is not None or _drafts(kwargs) else applied_to(self)
             if applied is not None:
                 cache = applied._new_cache()
-                kwargs["past_key_values"] = cache
             if not isinstance(cache, PolicyCache):
                 _check_is_no_policy(cache)
                 return original(self, *args, **kwargs)
             cache._check_thread()
+            kwargs = {**{k: v for k, v in kwargs.items() if k not in CACHE_NAMES}, CACHE: cache}
             turn = check_generation(self, cache, args, kwargs)
             with cache.attached(self), _masks_of_steps(self):
                 turn.given.check_same(cache._reader.tokens)
@@ -88,7 +95,7 @@ def _drafts(kwargs: Mapping[str, Any]) -> bool:
 
 
 def _check_is_no_policy(cache: Any) -> None:
-    """Check that ``past_key_values`` is not a policy, or a cache class without its policy.
+    """Check that the cache of a call is not a policy, or a cache class without its policy.
 
     Raises:
         TypeError: It is one of them.
@@ -98,8 +105,7 @@ def _check_is_no_policy(cache: Any) -> None:
         kind.get_seq_length()
     if kind is cache and issubclass(kind, PolicyCache):
         raise TypeError(
-            f"past_key_values must be a cache, got the class {kind.__name__}; pass "
-            f"{kind.__name__}(policy)"
+            f"{CACHE} must be a cache, got the class {kind.__name__}; pass {kind.__name__}(policy)"
         )
 
 
@@ -172,7 +178,7 @@ class AnswerIds(StoppingCriteria):  # type: ignore[misc]
 
 
 class _StepMasks:
-    """A replacement for a model's ``create_masks_for_generate`` while it generates.
+    """A replacement for a model's function that makes `generate`'s masks, while it generates.
 
     A policy cache makes the mask of its decoding step itself; other caches get the original masks.
 
@@ -180,7 +186,7 @@ class _StepMasks:
         model: The model.
     """
 
-    name = "create_masks_for_generate"
+    name = MASKS_OF_STEP
 
     def __init__(self, model: Any) -> None:
         self.before = vars(model).get(self.name)  # of the object, not of its class
@@ -188,7 +194,7 @@ class _StepMasks:
         self.users = 0
 
     def __call__(self, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = given_cache(kwargs)
         if isinstance(cache, PolicyCache):
             return cache._reader.fixed.mask_of_step(kwargs.get("attention_mask"))
         return self.original(**kwargs)
@@ -288,7 +294,7 @@ def check_generation(
         # Attention weights would be as wide as the fixed buffers.
         may_be_static=not (chunked or config.output_attentions)
         and alone
-        and model.config._attn_implementation in IMPLEMENTATIONS,
+        and implementation_of(model.config) in IMPLEMENTATIONS,
         takes_back=mode == GenerationMode.ASSISTED_GENERATION,
         unhooked=_answer_len(config, given) if alone else None,
     )

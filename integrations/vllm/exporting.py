@@ -87,7 +87,7 @@ def export(
         >>> from kvpolicy.policies import SnapKV
         >>> model, cache = load_model(), PolicyCache(SnapKV(retention_rate=0.25))
         >>> with torch.no_grad(), cache.attached(model):
-        ...     _ = model(torch.arange(3, 67)[None], past_key_values=cache)
+        ...     _ = model(torch.arange(3, 67)[None], cache=cache)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     document = export(cache, model, f"{folder}/report.safetensors")
         >>> document.name, document.length, document.read_len

@@ -44,7 +44,7 @@ def stream(
     loaded.model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
-        past_key_values=cache,
+        cache=cache,
         max_new_tokens=max_new_tokens,
         **streaming(loaded, temperature=temperature, seed=seed, on_text=on_text),
     )

@@ -26,6 +26,7 @@ from kvpolicy.integrations.transformers.generation import (
     check_generation,
     effective_config,
 )
+from kvpolicy.integrations.transformers.surface import CACHE
 
 # The length of an answer where nothing says how long it may be.
 ANSWER_LEN = 512
@@ -85,9 +86,8 @@ class ChatTurn:
                 inputs = of_tokens
                 stack.enter_context(self.cache.appending())
             self.cache.batch_repeat_interleave(config.num_beams or 1)
-            output = model.generate(
-                ids, attention_mask=mask, past_key_values=self.cache, **inputs, **generation
-            )
+            given = {"attention_mask": mask, CACHE: self.cache, **inputs, **generation}
+            output = model.generate(ids, **given)
         sequences = output if isinstance(output, Tensor) else output.sequences
         answer: list[int] = sequences[0, len(self.ids) :].tolist()
         return answer

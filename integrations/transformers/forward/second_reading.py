@@ -27,6 +27,7 @@ from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.kinds import TokenKind
 from kvpolicy.part_calls import DeferredChecks, saliency_of
 from kvpolicy.policy import CachePolicy
@@ -192,7 +193,7 @@ class SecondReading:
             "input_ids": repeated,
             "position_ids": places,
             "attention_mask": mask,
-            "past_key_values": self.cache,
+            CACHE: self.cache,
             "use_cache": not self.parts.own_caches_only,
         }
         return arguments, valid

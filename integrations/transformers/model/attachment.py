@@ -15,6 +15,7 @@ from kvpolicy.integrations.transformers.model.call_arguments import by_name, sig
 from kvpolicy.integrations.transformers.model.observing import observe, unobserve
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.routing import route, unroute, users_of
+from kvpolicy.integrations.transformers.surface import CACHE, under_own_name
 from kvpolicy.policy import CachePolicy
 
 DecoderHook = Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]
@@ -285,10 +286,14 @@ class Attachment(_Hooks):
 
     def before_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
-        """Hook before the model: begin its call; refuse it if it needs dropped tokens' logits."""
-        if not carries(self.cache, args, kwargs):
-            return
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Hook before the model: begin its call; refuse it if it needs dropped tokens' logits.
+
+        The call may name the cache as another version of Transformers does.
+        """
+        if kwargs is None or not carries(self.cache, args, kwargs):
+            return None
+        kwargs = under_own_name(type(module).forward, self.cache, kwargs)
         arguments = by_name(module, args, kwargs)
         keep = arguments.get("logits_to_keep")
         known = "logits_to_keep" in signature(type(module).forward).parameters
@@ -303,7 +308,7 @@ class Attachment(_Hooks):
                     f"{self.listener.policy}; read the context first, then score what follows "
                     "with another call of the model and the same cache"
                 )
-            return
+            return args, kwargs
         whole = {
             "labels": arguments.get("labels") is not None,
             "a tensor of logits_to_keep": isinstance(keep, Tensor),
@@ -316,14 +321,18 @@ class Attachment(_Hooks):
                 "token has no logits; the logits returned are those of the last tokens, which "
                 "were not dropped"
             )
+        return args, kwargs
 
     def before_between(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hook before a module that calls the decoder: remember its mask and its tokens' kinds."""
-        if carries(self.cache, args, kwargs):
-            arguments = by_name(module, args, kwargs)
-            self.listener.note_call(arguments, self.parts.kinds_of(arguments))
+        if kwargs is None or not carries(self.cache, args, kwargs):
+            return None
+        kwargs = under_own_name(type(module).forward, self.cache, kwargs)
+        arguments = by_name(module, args, kwargs)
+        self.listener.note_call(arguments, self.parts.kinds_of(arguments))
+        return args, kwargs
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         """Hook after the model: finish its call, or undo the call if it failed.
@@ -337,8 +346,9 @@ class Attachment(_Hooks):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hook before the decoder: begin a forward if the call carries the cache."""
-        if not carries(self.cache, args, kwargs):
+        if kwargs is None or not carries(self.cache, args, kwargs):
             return None
+        kwargs = under_own_name(type(module).forward, self.cache, kwargs)
         return (), self.listener.begin_forward(by_name(module, args, kwargs))
 
     def after_decoder(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
@@ -355,6 +365,6 @@ def carries(cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
     """True if a call has a cache among its arguments."""
     if kwargs is None:
         return False
-    if kwargs.get("past_key_values") is cache:  # as almost all models name it
+    if kwargs.get(CACHE) is cache:  # as almost all models name it
         return True
     return any(each is cache for each in (*args, *kwargs.values()))

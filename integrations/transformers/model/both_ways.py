@@ -20,9 +20,9 @@ from torch.nn.functional import pad
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.model.call_arguments import signature
+from kvpolicy.integrations.transformers.surface import CACHE, MASKS_OF_STEP, set_implementation
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")
-_MASKS = "create_masks_for_generate"
 
 
 def types_in(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ def cuts_of(model: Any, arguments: Mapping[str, Any], valid: Tensor, seen: int) 
         UnsupportedModelError: Types are given for some columns only, and the model reads types by
             position.
     """
-    makes = getattr(type(model), _MASKS, None)
+    makes = getattr(type(model), MASKS_OF_STEP, None)
     known: Collection[str] = () if makes is None else signature(makes).parameters
     given = [each for each in types_in(arguments).items() if each[0] in known]
     if not given:
@@ -148,10 +148,10 @@ class _Masks:
     """
 
     def __init__(self, model: Any, name: str) -> None:
-        self._makes = getattr(type(model), _MASKS)
+        self._makes = getattr(type(model), MASKS_OF_STEP)
         self._name = name
         self._config = copy.deepcopy(model.config)
-        self._config._attn_implementation = "eager"  # has a number for every pair of tokens
+        set_implementation(self._config, "eager")  # has a number for every pair of tokens
         self._made: dict[tuple[int, ...], Tensor] = {}
 
     def sees(self, types: list[int]) -> Tensor:
@@ -167,10 +167,9 @@ class _Masks:
             config=self._config,
             inputs_embeds=torch.zeros(1, count, 1),
             attention_mask=torch.ones(1, count, dtype=torch.int64),
-            past_key_values=None,
             position_ids=torch.arange(count)[None],
             is_first_iteration=True,
-            **{self._name: types},
+            **{CACHE: None, self._name: types},
         )
         sees = torch.zeros(count, count, dtype=torch.bool)
         for mask in made.values() if isinstance(made, dict) else [made]:

@@ -31,6 +31,7 @@ from kvpolicy.integrations.transformers.model.dense import (
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.quirks import ModelQuirks
 from kvpolicy.integrations.transformers.model.tested import TESTED
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from kvpolicy.policy import CachePolicy
 
@@ -241,7 +242,7 @@ def _continues(model: Any, parts: ModelParts, cache: Any) -> bool:
     with cache.attached(model):
         for part, own in ((first, places[:, : len(first)]), (second, places[:, len(first) :])):
             cache.start_turn()
-            output = decoder(input_ids=part[None], position_ids=own, past_key_values=cache)
+            output = decoder(input_ids=part[None], position_ids=own, **{CACHE: cache})
     found = output.last_hidden_state[0]
     everything = torch.ones(1, len(whole), len(whole), dtype=torch.bool).tril()
     see, reaching = [everything] * parts.num_layers, [everything[0, -1]] * parts.num_layers
@@ -407,7 +408,7 @@ def _read(model: nn.Module, cache: Any, rows: list[Tensor]) -> tuple[Tensor, Ten
         pad_token_id=0,
         eos_token_id=None,
     )
-    output = generate(ids, attention_mask=mask, past_key_values=cache, generation_config=config)
+    output = generate(ids, attention_mask=mask, generation_config=config, **{CACHE: cache})
     return torch.stack(output.logits, dim=1), output.sequences[:, longest:]
 
 
@@ -424,10 +425,9 @@ def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Te
     with cache.attached(model):
         for step in range(1 + DECODED):
             places = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new.shape[1] :]
-            given = {"position_ids": places} if _places_given() else {}
-            output = model(
-                input_ids=new, attention_mask=mask, past_key_values=cache, use_cache=True, **given
-            )
+            given: Any = {"position_ids": places} if _places_given() else {}
+            given |= {"attention_mask": mask, CACHE: cache}
+            output = model(input_ids=new, use_cache=True, **given)
             found.append(output.last_hidden_state[:, -1])
             new = ids[:, step + 1 : step + 2].clamp(min=1)
             said.append(new)

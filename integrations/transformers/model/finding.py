@@ -8,8 +8,6 @@ can evict tokens, but drops none, since no token can leave between two of them.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +20,7 @@ from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.model.unseen import column_bias, takes_cache
 from kvpolicy.integrations.transformers.model.walking import modules_of, path_to
+from kvpolicy.integrations.transformers.surface import CACHE, cache_name, calls_interface
 from kvpolicy.kinds import TokenKind
 
 # Attributes under which models with several inputs hold the part that decodes text.
@@ -53,7 +52,7 @@ def _without_layers(model: nn.Module) -> str:
     """Return the error message for a model without a list of decoder layers."""
     if not takes_cache(model):
         return (
-            "model must take past_key_values, the cache in which a policy chooses, but "
+            f"model must take {CACHE}, the cache in which a policy chooses, but "
             f"{type(model).__name__} does not"
         )
     config = getattr(model, "config", None)
@@ -183,14 +182,8 @@ def _calling_interface(outer: nn.Module) -> list[nn.Module]:
         each
         for each in modules_of(outer)
         # The class is asked first: torch takes long to find that a module has no such attribute.
-        if _names_interface(getattr(type(each), "forward", None)) and hasattr(each, "config")
+        if calls_interface(getattr(type(each), "forward", None)) and hasattr(each, "config")
     ]
-
-
-@functools.lru_cache(maxsize=256)
-def _names_interface(method: Any) -> bool:
-    names = getattr(getattr(inspect.unwrap(method), "__code__", None), "co_names", ())
-    return "ALL_ATTENTION_FUNCTIONS" in names
 
 
 def find_attention(layer: nn.Module, index: int) -> nn.Module | None:
@@ -234,9 +227,8 @@ def stateful_parts(module: nn.Module, attention: nn.Module | None) -> Iterator[n
         attention: The module that attends, which may contain such modules; None if there is none.
     """
     for each in module.children():
-        names = signature(type(each).forward).parameters.keys()
-        takes_cache = not names.isdisjoint(("past_key_values", "cache_params"))
-        if takes_cache and not any(inner is attention for inner in modules_of(each)):
+        takes = cache_name(type(each).forward) is not None
+        if takes and not any(inner is attention for inner in modules_of(each)):
             yield each
         else:
             yield from stateful_parts(each, attention)
@@ -258,7 +250,8 @@ def check_holds_states(layer: nn.Module, index: int, attention: nn.Module | None
 
 def takes_own_caches_only(decoder: nn.Module) -> bool:
     """True if a decoder's type annotations ask for a cache class defined by its own module."""
-    parameter = signature(type(decoder).forward).parameters.get("past_key_values")
+    forward = type(decoder).forward
+    parameter = signature(forward).parameters.get(cache_name(forward) or "")
     named = None if parameter is None else parameter.annotation
     known = (named, *typing.get_args(named))
     module = type(decoder).__module__

@@ -7,7 +7,6 @@ mask to its attention function.
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -20,11 +19,12 @@ from kvpolicy.integrations.transformers.model.routing import (
     lock,
     own_function,
 )
+from kvpolicy.integrations.transformers.surface import StandInConfig
 
 OBSERVED = "kvpolicy_observed"
 
 
-class ObservedConfig:
+class ObservedConfig(StandInConfig):
     """A module's configuration that names `observed_attention`, and that can be compiled.
 
     Args:
@@ -32,23 +32,11 @@ class ObservedConfig:
         attend: The attention function that it names.
     """
 
-    _attn_implementation = OBSERVED
+    attention_name = OBSERVED
 
     def __init__(self, config: Any, attend: Attend) -> None:
-        self.original = config
+        super().__init__(config)
         self.attend = attend
-        self.users = 0
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "original" or name.startswith("__"):  # looked up while a copy is being made
-            raise AttributeError(name)
-        return getattr(self.original, name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.original, memo)  # a copy of the module does not generate here
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return copy.copy, (self.original,)
 
 
 class QueryRing(Protocol):

@@ -33,6 +33,7 @@ from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEME
 from kvpolicy.integrations.transformers.model.quirks import ModelQuirks
 from kvpolicy.integrations.transformers.model.rotary import stretch
 from kvpolicy.integrations.transformers.model.temperature import Temperature
+from kvpolicy.integrations.transformers.surface import implementation_of
 from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy
 
@@ -118,7 +119,7 @@ class ModelParts:
         Raises:
             UnsupportedModelError: The form of its masks is not known.
         """
-        name = str(self.config._attn_implementation)
+        name = implementation_of(self.config)
         known = IMPLEMENTATIONS if self.shows_queries else DENSE
         if name not in known:
             raise UnsupportedModelError(

@@ -8,7 +8,8 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+
+from kvpolicy.integrations.transformers.surface import Conv1D
 
 
 def linear_modules(layer: nn.Module) -> Iterator[nn.Module]:

@@ -13,9 +13,7 @@ token; its call is recognised by the module.
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +23,6 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.model.masks import (
@@ -33,6 +30,12 @@ from kvpolicy.integrations.transformers.model.masks import (
     causal_mask,
     of_picked,
     of_picked_blocks,
+)
+from kvpolicy.integrations.transformers.surface import (
+    StandInConfig,
+    attention_functions,
+    implementation_of,
+    sdpa_attention_forward,
 )
 from kvpolicy.layer_inputs import AttentionSettings
 
@@ -125,30 +128,16 @@ _inside: ContextVar[bool] = ContextVar("kvpolicy_inside", default=False)
 lock = threading.Lock()  # held while a module's configuration is replaced
 
 
-class RoutedConfig:
+class RoutedConfig(StandInConfig):
     """A module's configuration that names `routed_attention` as its attention function.
 
     While the attention function runs, it reads the original name here.
     """
 
     @property
-    def _attn_implementation(self) -> str:
-        return str(self.original._attn_implementation) if _inside.get() else ROUTED
-
-    def __init__(self, config: Any) -> None:
-        self.original = config
-        self.users = 0
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "original" or name.startswith("__"):  # asked for while a copy is being made
-            raise AttributeError(name)
-        return getattr(self.original, name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.original, memo)  # a copy of the module is attached to nothing
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return copy.copy, (self.original,)
+    def attention_name(self) -> str:
+        """The name of `routed_attention`; inside of it, that of the module's own function."""
+        return implementation_of(self.original) if _inside.get() else ROUTED
 
 
 def route(attention: Any) -> None:
@@ -241,9 +230,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     attend = _replacing.get().get(id(module)) or own_function(module)
     picked = "indices" in kwargs or "block_indices" in kwargs
-    if (
-        picked and module.config._attn_implementation in DENSE
-    ):  # kernels apply the choice themselves
+    if picked and implementation_of(module.config) in DENSE:  # kernels apply the choice themselves
         attention_mask = _as_picked(module, query, key, attention_mask, kwargs)
     pending = waiting.get()
     if pending is None or not pending[0].waits_for(key, own=pending[2] is module):
@@ -266,7 +253,7 @@ def _as_picked(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[
     if slots is None and blocks is None:
         return mask
     if mask is None:
-        how = {"implementation": module.config._attn_implementation, "spare": False}
+        how = {"implementation": implementation_of(module.config), "spare": False}
         lengths = key.shape[2], query.shape[2]
         mask = causal_mask(*lengths, dtype=query.dtype, device=query.device, **how)
     if slots is not None:
@@ -286,7 +273,7 @@ def own_function(attention: Any) -> Attend:
     """Return the attention function that a module would call without any attached cache."""
     interface, default = _functions(type(attention).forward)
     config = attention.config
-    name = (config.original if type(config) is RoutedConfig else config)._attn_implementation
+    name = implementation_of(config.original if type(config) is RoutedConfig else config)
     try:
         function: Attend = interface[name]
     except KeyError:
@@ -297,11 +284,10 @@ def own_function(attention: Any) -> Attend:
 @functools.lru_cache(maxsize=64)
 def _functions(method: Callable[..., Any]) -> tuple[Any, Any]:
     """Return the registry where a module looks up attention functions, and its default one."""
-    forward: Any = inspect.unwrap(method)
-    interface = forward.__globals__.get("ALL_ATTENTION_FUNCTIONS")
-    if interface is None or "ALL_ATTENTION_FUNCTIONS" not in forward.__code__.co_names:
+    interface, eager = attention_functions(method)
+    if interface is None:
         raise UnsupportedModelError(
             f"model must call its attention through Transformers' AttentionInterface, but "
-            f"{forward.__qualname__} does not; the policy cannot see its queries"
+            f"{method.__qualname__} does not; the policy cannot see its queries"
         )
-    return interface, forward.__globals__.get("eager_attention_forward")
+    return interface, eager

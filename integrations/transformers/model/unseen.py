@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.surface import CACHE, cache_name
 from kvpolicy.policies import (
     KeyNormScorer,
     StreamingLLM,
@@ -54,7 +55,7 @@ def check_layer(layer: nn.Module, decoder: nn.Module) -> None:
     config: Any = decoder.config
     if not takes_cache(decoder):
         raise UnsupportedModelError(
-            "model must take past_key_values, the cache in which a policy chooses, but "
+            f"model must take {CACHE}, the cache in which a policy chooses, but "
             f"{type(decoder).__name__} does not"
         )
     kind = getattr(config, "attention_type", None)
@@ -70,8 +71,7 @@ def check_layer(layer: nn.Module, decoder: nn.Module) -> None:
 
 def takes_cache(decoder: nn.Module) -> bool:
     """True if a decoder can be called with a cache of Transformers."""
-    parameters = inspect.signature(type(decoder).forward).parameters
-    return "past_key_values" in parameters
+    return cache_name(type(decoder).forward) is not None
 
 
 def column_bias(layer: nn.Module) -> str | None:

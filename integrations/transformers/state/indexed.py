@@ -13,6 +13,7 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layer_contents import LayerContents
 from kvpolicy.integrations.transformers.state.storage import Storage, StoredKV
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.selection import gather_slots
 
 
@@ -82,7 +83,7 @@ class IndexedLayer(PolicyLayer):
         if self.taking is None:
             raise NotAttachedError(
                 "cache must be attached to the model for its policy to act: use "
-                "model.generate(past_key_values=cache), or call the model inside "
+                f"model.generate({CACHE}=cache), or call the model inside "
                 "`with cache.attached(model):`"
             )
         return self.taking(keys[:, 0])[:, None]

@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.errors import NotAttachedError
 from kvpolicy.integrations.transformers.state.layer_contents import LayerContents, LayerFacts
@@ -16,6 +15,7 @@ from kvpolicy.integrations.transformers.state.packed import Packed, wastes_slots
 from kvpolicy.integrations.transformers.state.recent_queries import NO_QUERIES, RecentQueries
 from kvpolicy.integrations.transformers.state.storage import Plain, PlainStorage, Storage, StoredKV
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.integrations.transformers.surface import CacheLayerMixin
 from kvpolicy.selection import gather_positions, gather_slots
 
 Slots = Callable[[], tuple[Tensor, Tensor, Tensor]]

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import cache_utils
-from transformers.cache_utils import LinearAttentionLayer
 
 from kvpolicy.integrations.transformers.model.kinds import (
     CrossAttention,
@@ -21,11 +19,9 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layer_contents import LayerContents
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.integrations.transformers.surface import EMPTY_LAYER, LinearAttentionLayer
 
 States = dict[int, Tensor]
-
-# Transformers 5.17 has no such class, and does not need it.
-_Dummy: Any = getattr(cache_utils, "DummyLayer", object)
 
 
 class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
@@ -128,7 +124,7 @@ class SideBySideLayer(RecurrentLayer):
     attends = True
 
 
-class EmptyLayer(PolicyLayer, _Dummy):  # type: ignore[misc]
+class EmptyLayer(PolicyLayer, EMPTY_LAYER):  # type: ignore[misc]
     """A cache layer that holds nothing, for a model layer that reads each token independently.
 
     An example is a layer with experts only.

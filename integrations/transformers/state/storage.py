@@ -159,16 +159,11 @@ class QuantizedStorage(Storage):
 
     def _layer(self) -> Any:
         """Make an empty quantised cache layer of Transformers."""
-        from transformers import cache_utils
+        from kvpolicy.integrations.transformers.surface import QUANTIZED  # slow to import
 
-        # The axis with which each backend groups numbers of one head.
-        kinds = {
-            "quanto": (cache_utils.QuantoQuantizedLayer, 0),
-            "hqq": (cache_utils.HQQQuantizedLayer, 1),
-        }
-        if self.backend not in kinds:
-            raise ValueError(f"backend must be one of {', '.join(kinds)}, got {self.backend!r}")
-        kind, axis = kinds[self.backend]
+        if self.backend not in QUANTIZED:
+            raise ValueError(f"backend must be one of {', '.join(QUANTIZED)}, got {self.backend!r}")
+        kind, axis = QUANTIZED[self.backend]
         return kind(
             nbits=self.nbits,
             axis_key=axis,
