@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 OLDEST_TRANSFORMERS := 5.17.0
+NEWEST := .venv-newest
+# What pip is asked for to get torch, such as 'torch --index-url ...' for a build without CUDA.
+TORCH ?= torch
 KVPRESS := .venv-kvpress
 TRANSFORMERS_TESTS := .venv-transformers
 VLLM := .venv-vllm
@@ -20,7 +23,7 @@ WORKERS := -n logical --maxprocesses 4 --dist worksteal
 CASES := $(if $(CI),,--covering)
 OLDEST_CASES := $(if $(CI),,--quick)
 
-.PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest bench pictures \
+.PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest newest bench pictures \
 	bench-scaling bench-chunks bench-decode bench-decoding bench-overhead bench-long-answers bench-gpu bench-prefill bench-sessions \
 	bench-kvpress bench-unequal-heads families transformers-tests vllm-tests bench-vllm package docs tutorials \
 	format clean
@@ -80,6 +83,17 @@ $(OLDEST)/installed: pyproject.toml constraints.txt
 
 oldest: $(OLDEST)/installed
 	$(OLDEST)/bin/pytest $(WORKERS) $(OLDEST_CASES) $(addprefix tests/integrations/,forward fuzz hybrids model)
+
+# What a user gets today: the newest version of everything, in a new environment.
+newest:
+	rm -rf $(NEWEST)
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/pip install --quiet --upgrade pip
+	$(NEWEST)/bin/pip install --quiet $(TORCH)
+	$(NEWEST)/bin/pip install --quiet -e '.[cli,plot,test]'
+	$(NEWEST)/bin/pip list | grep -iE '^(kvpolicy|torch|transformers|tokenizers|huggingface_hub|accelerate|peft) '
+	$(NEWEST)/bin/pytest $(WORKERS) --quick \
+		$(addprefix tests/integrations/,test_surface.py forward model hybrids decoding)
 
 # Every decoder of the installed Transformers, built tiny and held against its own dense attention.
 families: $(VENV)/installed
@@ -215,4 +229,4 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KVPRESS) $(TRANSFORMERS_TESTS) $(VLLM) $(PACKAGE) build dist results
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(KVPRESS) $(TRANSFORMERS_TESTS) $(VLLM) $(PACKAGE) build dist results

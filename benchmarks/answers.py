@@ -45,13 +45,13 @@ def continuations(
     cache = PolicyCache(policy)
     with cache.attached(model):
         first = documents if later else torch.cat([documents, questions], dim=1)
-        logits = model(first, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(first, cache=cache, logits_to_keep=1).logits
         chosen(cache, first)
         if later:
-            logits = model(questions, past_key_values=cache, logits_to_keep=1).logits
+            logits = model(questions, cache=cache, logits_to_keep=1).logits
         tokens = [logits[:, -1:].argmax(dim=-1)]
         while len(tokens) < max_new_tokens:
-            logits = model(tokens[-1], past_key_values=cache).logits
+            logits = model(tokens[-1], cache=cache).logits
             tokens.append(logits[:, -1:].argmax(dim=-1))
     return torch.cat(tokens, dim=1)
 

@@ -166,7 +166,7 @@ def generate_timed(
         prefill.enter_context(before_layers(model, prefill_hook(deadline, None)))
         model.generate(
             prompt,
-            past_key_values=cache,
+            cache=cache,
             max_new_tokens=new_tokens,
             do_sample=False,
             streamer=clock,

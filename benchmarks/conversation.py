@@ -98,7 +98,7 @@ def converse(model: PreTrainedModel, options: argparse.Namespace) -> list[Row]:
 
 
 def _read(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
-    output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    output = model(ids, cache=cache, use_cache=True, logits_to_keep=1)
     return torch.as_tensor(output.logits[:, -1].argmax(dim=-1))
 
 

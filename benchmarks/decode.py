@@ -121,7 +121,7 @@ def take_turn(
     model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
+        cache=cache,
         max_new_tokens=count,
         do_sample=False,
         streamer=clock,

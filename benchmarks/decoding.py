@@ -98,7 +98,7 @@ def token_ms(
     model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        past_key_values=cache(),
+        cache=cache(),
         max_new_tokens=count + 2,
         do_sample=False,
         streamer=clock,
@@ -141,13 +141,13 @@ def answered(model: Any, policy: Method, prompts: Tensor, answers: int) -> tuple
     """Feed prompts ``[batch, len]`` token by token; return answers and the largest cache size."""
     cache, most = PolicyCache(policy), 0
     with cache.attached(model):
-        output = model(prompts[:, :FIRST], past_key_values=cache)
+        output = model(prompts[:, :FIRST], cache=cache)
         for column in prompts[:, FIRST:].T:
-            output = model(column[:, None], past_key_values=cache)
+            output = model(column[:, None], cache=cache)
             most = max(most, *(layer.kept_len for layer in cache.layers))
         said = [output.logits[:, -1].argmax(dim=-1)]
         for _ in range(answers - 1):
-            output = model(said[-1][:, None], past_key_values=cache)
+            output = model(said[-1][:, None], cache=cache)
             said.append(output.logits[:, -1].argmax(dim=-1))
     return torch.stack(said, dim=1), most
 

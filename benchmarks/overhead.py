@@ -134,7 +134,7 @@ def contenders(names: Sequence[str], layers: int, tokens: int) -> dict[str, Make
 
 def forward(model: PreTrainedModel, ids: Tensor, cache: Cache) -> None:
     """Run the model on tokens, for the last one's logits."""
-    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(ids, cache=cache, use_cache=True, logits_to_keep=1)
 
 
 def attached(cache: Cache, model: PreTrainedModel) -> Any:
@@ -153,7 +153,7 @@ def generate(
     model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
+        cache=cache,
         max_new_tokens=tokens + 2,
         do_sample=False,
         streamer=readings,

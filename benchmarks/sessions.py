@@ -127,7 +127,7 @@ def answered(
     """Read a prompt and decode an answer; return the cache."""
     cache = PolicyCache(policy, max_new_tokens=ANSWER)
     chunks = {} if chunk is None else {"prefill_chunk_size": chunk}
-    model.generate(prompt, past_key_values=cache, max_new_tokens=ANSWER, do_sample=False, **chunks)
+    model.generate(prompt, cache=cache, max_new_tokens=ANSWER, do_sample=False, **chunks)
     return cache
 
 

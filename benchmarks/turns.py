@@ -113,7 +113,7 @@ def _read(model: PreTrainedModel, prompt: Tensor, cache: Any, chunk: int | None)
         cache.start_turn(prompt_len=prompt.shape[1])
     *earlier, last = prompt.split(chunk, dim=1)
     for each in earlier:
-        model(each, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(each, cache=cache, use_cache=True, logits_to_keep=1)
     return _next_token(model, last, cache)
 
 
@@ -128,7 +128,7 @@ def _decode(
 
 
 def _next_token(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tensor:
-    output = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    output = model(input_ids, cache=cache, use_cache=True, logits_to_keep=1)
     return torch.as_tensor(output.logits[:, -1:].argmax(dim=-1))
 
 

@@ -71,7 +71,7 @@ def read(model: PreTrainedModel, prompt: Tensor, rate: float) -> PolicyCache:
     """Read a prompt and return its cache."""
     cache = PolicyCache(AdaKV(rate))
     with torch.no_grad(), cache.attached(model):
-        model(prompt, past_key_values=cache, logits_to_keep=1)
+        model(prompt, cache=cache, logits_to_keep=1)
     return cache
 
 
@@ -103,7 +103,7 @@ def block_ms(model: PreTrainedModel, cache: PolicyCache) -> float:
 
     def block() -> None:
         for _ in range(BLOCK):
-            model(token, past_key_values=cache)
+            model(token, cache=cache)
 
     with torch.no_grad(), cache.attached(model):
         _, interval = timed(model.device, block)

@@ -80,7 +80,7 @@ def prepare(folder: Path, asked: argparse.Namespace) -> tuple[list[int], list[di
     for rate in RATES:
         begin, cache = time.perf_counter(), PolicyCache(SnapKV(retention_rate=rate))
         with cache.attached(model):
-            model(ids, past_key_values=cache, logits_to_keep=1)
+            model(ids, cache=cache, logits_to_keep=1)
         read = time.perf_counter() - begin
         document = export(cache, model, folder / "documents" / f"kept_{rate * 100:.0f}.safetensors")
         begin = time.perf_counter()

@@ -11,6 +11,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.integrations.transformers.surface import CACHE
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "families.json"
 PAGE = ROOT / "docs" / "families.md"
@@ -30,7 +32,7 @@ REASONS = (
         "depend on the columns",
         "Refused: attention depends on columns of the input, which a policy changes",
     ),
-    ("must take past_key_values", "Refused: the model takes no cache of Transformers' kind"),
+    (f"must take {CACHE}", "Refused: the model takes no cache of Transformers' kind"),
     ("FastKV", "Policies that evict; policies that drop tokens are refused"),
     ("some layer must hold", "Refused: no layer attends, so there is nothing to choose"),
     ("keeps it in the model itself", "Refused: the model keeps its states outside the cache"),

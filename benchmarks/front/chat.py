@@ -43,12 +43,12 @@ def answered(
     """Read one turn's tokens, and return the next ``count`` greedy ones of each row."""
     cache.start_turn()
     with cache.attached(model):
-        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(ids, cache=cache, logits_to_keep=1).logits
         tokens = [logits[:, -1:].argmax(dim=-1)]
         while len(tokens) < count:
-            logits = model(tokens[-1], past_key_values=cache).logits
+            logits = model(tokens[-1], cache=cache).logits
             tokens.append(logits[:, -1:].argmax(dim=-1))
-        model(tokens[-1], past_key_values=cache)  # so that the cache holds the whole answer
+        model(tokens[-1], cache=cache)  # so that the cache holds the whole answer
     return torch.cat(tokens, dim=1).tolist()
 
 

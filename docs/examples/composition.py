@@ -24,7 +24,7 @@ print(policy)
 model = load_model()
 prompt = NeedleTask(context_len=1024).prompts(1)[0]
 cache = PolicyCache(policy)
-output = model.generate(torch.tensor([prompt.input_ids]), past_key_values=cache, max_new_tokens=3)
+output = model.generate(torch.tensor([prompt.input_ids]), cache=cache, max_new_tokens=3)
 right = tuple(output[0, -3:].tolist()) == prompt.answer
 rate = policy.prefill_compute_rate(model.config.num_hidden_layers)
 print(f"{right}, {rate:.0%} of the prefill, {cache.report().total.kept:.0f} tokens kept per layer")

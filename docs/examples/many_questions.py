@@ -16,16 +16,14 @@ document = torch.tensor([prompt[:-2]])  # without the question at its end
 # The questions are not known yet, so choose by the keys alone, and keep half of them.
 cache = PolicyCache(KeyDiff(retention_rate=0.5))
 with torch.no_grad(), cache.attached(model):
-    model(document, past_key_values=cache)
+    model(document, cache=cache)
 
 right = 0
 keys = [index + 1 for index, token in enumerate(prompt) if token == KEY]
 for place in keys:
     question = torch.tensor([[QUERY, prompt[place]]])
     fork = copy.deepcopy(cache)  # an independent copy: no question sees another
-    output = model.generate(
-        torch.cat([document, question], dim=1), past_key_values=fork, max_new_tokens=3
-    )
+    output = model.generate(torch.cat([document, question], dim=1), cache=fork, max_new_tokens=3)
     right += tuple(output[0, -3:].tolist()) == prompt[place + 1 : place + 4]
 
 kept = cache.report().total

@@ -32,6 +32,6 @@ model = load_model()
 prompt = NeedleTask(context_len=1024).prompts(1)[0]
 policy = CachePolicy(LastQueryMaximum(), GQAGroupSelector(0.1), PassAllPropagation())
 cache = PolicyCache(policy)
-output = model.generate(torch.tensor([prompt.input_ids]), past_key_values=cache, max_new_tokens=3)
+output = model.generate(torch.tensor([prompt.input_ids]), cache=cache, max_new_tokens=3)
 kept = cache.report().total.share
 print(f"{tuple(output[0, -3:].tolist()) == prompt.answer}, {kept:.1%} of the cache kept")

@@ -224,8 +224,7 @@ def _check_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     unknown += [
         name
         for name, value in kwargs.items()
-        if name not in (*_CUT, "hidden_states")
-        and isinstance(value, (Tensor, tuple, list, dict))
+        if name not in (*_CUT, "hidden_states") and isinstance(value, (Tensor, tuple, list, dict))
     ]
     if unknown:
         raise UnsupportedModelError(

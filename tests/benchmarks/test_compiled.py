@@ -35,7 +35,7 @@ def test_tokens_are_those_of_an_uncompiled_generate(model: PreTrainedModel, name
     assert warm.since(before).graphs == 1  # the prompt is not compiled, nor what is seen twice
     assert Compilations.so_far() == warm
     cache: Any = DynamicCache(config=model.config) if policy is None else PolicyCache(policy)
-    plain = model.generate(given, past_key_values=cache, max_new_tokens=9, do_sample=False)
+    plain = model.generate(given, cache=cache, max_new_tokens=9, do_sample=False)
     assert len(answer.tokens.unique()) > 2
     assert torch.equal(answer.tokens, plain[:, 43:])
     assert torch.equal(warm_up.tokens, plain[:, 43:48])

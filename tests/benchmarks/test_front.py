@@ -72,7 +72,7 @@ def test_work_that_content_decides_is_counted() -> None:
     model, prompt = load_model(), torch.arange(3, 67)[None]
     cache = PolicyCache(policy)
     with cache.attached(model), torch.no_grad():
-        model(prompt, past_key_values=cache)
+        model(prompt, cache=cache)
     reaching, computed = 64, 0
     for layer in range(6):
         computed += reaching

@@ -53,7 +53,7 @@ def kept(model: LlamaForCausalLM, policy: CachePolicy) -> list[list[list[set[int
     """Return the kept positions of every layer, row and KV head."""
     cache = PolicyCache(policy)
     with cache.attached(model), torch.no_grad():
-        model(IDS, past_key_values=cache)
+        model(IDS, cache=cache)
     return [
         [[{at for at in head if at >= 0} for head in row] for row in layer.positions.tolist()]
         for layer in cache.layers

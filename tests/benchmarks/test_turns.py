@@ -115,7 +115,7 @@ def test_timed_policy_decides_as_the_policy_does_and_times_each_decision(
     for each in (plain, policy):
         cache = PolicyCache(each)
         with cache.attached(model), torch.inference_mode():
-            model(prompt(43), past_key_values=cache)
+            model(prompt(43), cache=cache)
         kept.append([layer.positions.tolist() for layer in cache.layers])
     assert kept[0] == kept[1]
     assert policy.total_ms() == 4 * 1000.0  # one tick inside each layer's decision
@@ -128,7 +128,7 @@ def test_timed_policy_times_the_choice_of_a_restart(monkeypatch: pytest.MonkeyPa
     policy = TimedPolicy(GemFilter(), CPU)
     cache = PolicyCache(policy)
     with cache.attached(model), torch.inference_mode():
-        model(prompt(43), past_key_values=cache)
+        model(prompt(43), cache=cache)
     assert policy.total_ms() == 1000.0  # the choice; layers that keep all are not asked
 
 
@@ -178,7 +178,7 @@ def test_decisions_on_a_gpu_are_timed_by_events_without_waiting(cuda_log: list[s
     policy = TimedPolicy(FastKV(), torch.device("cuda"))
     cache = PolicyCache(policy)
     with cache.attached(model), torch.inference_mode():
-        model(prompt(43), past_key_values=cache)
+        model(prompt(43), cache=cache)
     assert cuda_log == ["event"] * 8
     assert policy.total_ms() == 4.0
 

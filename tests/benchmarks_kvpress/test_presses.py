@@ -47,6 +47,6 @@ def test_a_composition_keeps_its_rate(press: str) -> None:
     model, prompt = tiny_model("llama", seed=0), torch.tensor([random_tokens(0, 200)])
     cache = PolicyCache(policy)
     with cache.attached(model), torch.no_grad():
-        model(prompt, past_key_values=cache)
+        model(prompt, cache=cache)
     held = [int((layer.positions >= 0).sum()) for layer in cache.layers]
     assert sum(held) == len(held) * 2 * (200 if press in KEEPS_ALL else 100)

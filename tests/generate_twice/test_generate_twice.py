@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import StreamingLLM
 from tests.generate_twice.conftest import SCRIPT
 from tests.reference import random_tokens, tiny_model
@@ -105,7 +106,7 @@ def test_one_number_that_is_changed_is_found(
 
     def meddling(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = plain(self, *args, **kwargs)
-        if isinstance(kwargs.get("past_key_values"), PolicyCache):
+        if isinstance(kwargs.get(CACHE), PolicyCache):
             output[field] = _changed(output[field])
         return output
 
@@ -125,7 +126,7 @@ def test_difference_that_any_given_cache_makes_is_not_the_policys(
 
     def meddling(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = plain(self, *args, **kwargs)
-        return output if kwargs.get("past_key_values") is None else output + 1
+        return output if kwargs.get(CACHE) is None else output + 1
 
     monkeypatch.setattr(GenerationMixin, "generate", meddling)
     record = Record()
@@ -163,7 +164,7 @@ def test_error_inside_is_no_refusal(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "reason"),
     [
-        ({"past_key_values": DynamicCache()}, "a cache is given: DynamicCache"),
+        ({CACHE: DynamicCache()}, "a cache is given: DynamicCache"),
         ({"cache_implementation": "static"}, "cache_implementation=static"),
         ({"use_cache": False}, "no cache"),
     ],

@@ -35,7 +35,7 @@ def prompt(length: int, seed: int = 0) -> Tensor:
 def generate(model: PreTrainedModel, ids: Tensor, cache: PolicyCache, **how: Any) -> Tensor:
     """The whole conversation, answer included."""
     how = {"max_new_tokens": 7, "do_sample": False, **how}
-    return model.generate(ids, past_key_values=cache, **how)
+    return model.generate(ids, cache=cache, **how)
 
 
 def changed(ids: Tensor, row: int, column: int) -> Tensor:
@@ -101,9 +101,9 @@ def by_hand(model: PreTrainedModel, cache: PolicyCache, path: Path) -> PolicyCac
     ids = cache._reader.tokens.ids  # type: ignore[union-attr]
     other = PolicyCache(cache.policy)
     with torch.no_grad(), other.attached(model):
-        model(ids[:, :40], past_key_values=other)
+        model(ids[:, :40], cache=other)
         for token in ids[:, 40:].split(3, dim=1):
-            model(token, past_key_values=other)
+            model(token, cache=other)
     return other
 
 
@@ -122,9 +122,9 @@ def with_drafts(model: PreTrainedModel, cache: PolicyCache, path: Path) -> Polic
 def read_again_after_crop(model: PreTrainedModel, cache: PolicyCache, path: Path) -> PolicyCache:
     ids = cache._reader.tokens.ids  # type: ignore[union-attr]
     with torch.no_grad(), cache.attached(model):
-        model(prompt(3, seed=8), past_key_values=cache)
+        model(prompt(3, seed=8), cache=cache)
         cache.crop(-5)
-        model(ids[:, -2:], past_key_values=cache)
+        model(ids[:, -2:], cache=cache)
     return cache
 
 
@@ -167,7 +167,7 @@ def test_answers_to_one_prompt(model: PreTrainedModel) -> None:
         generate(model, again, cache, num_return_sequences=3, do_sample=True)
     cache = PolicyCache(SnapKV(0.3))
     with torch.no_grad(), cache.attached(model):
-        model(ids.expand(3, -1), past_key_values=cache)
+        model(ids.expand(3, -1), cache=cache)
     generate(model, again, cache, num_return_sequences=3, do_sample=True)
     assert cache.get_seq_length() == 76
 
@@ -183,7 +183,7 @@ def test_beams_that_lost(model: PreTrainedModel) -> None:
     again = torch.cat([read, prompt(5, 2).expand(3, -1)], dim=1)
     expected = model(again).logits[:, -1]
     with torch.no_grad(), cache.attached(model):
-        got = model(again[:, 48:], past_key_values=cache).logits[:, -1]
+        got = model(again[:, 48:], cache=cache).logits[:, -1]
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)  # these are the rows it holds
     assert not torch.allclose(logits, expected)
 
@@ -201,9 +201,7 @@ def test_what_a_row_said_after_its_end_may_be_padding_later(model: PreTrainedMod
 def test_embeddings_have_no_ids(model: PreTrainedModel) -> None:
     cache = PolicyCache(SnapKV(0.3))
     embeds = model.get_input_embeddings()(prompt(40))
-    answer = model.generate(
-        inputs_embeds=embeds, past_key_values=cache, max_new_tokens=7, do_sample=False
-    )
+    answer = model.generate(inputs_embeds=embeds, cache=cache, max_new_tokens=7, do_sample=False)
     other = torch.cat([prompt(40, seed=3), answer, prompt(9, seed=5)], dim=1)
     with pytest.raises(ValueError, match=MESSAGE.format(0, 42)):
         generate(model, changed(other, 0, 42), cache)

@@ -22,6 +22,7 @@ from transformers import (
 from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers import PlainStorage, PolicyCache, apply_policy, applying
+from kvpolicy.integrations.transformers.surface import CACHE, cache_of
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from tests.integrations.lm_eval.support import char_tokenizer, documents
 from tests.integrations.support.conversation import left_padded
@@ -71,7 +72,7 @@ MODES: dict[str, dict[str, Any]] = {
     "padded": {"input_ids": PADDED_IDS, "attention_mask": PADDED_MASK},
     "lookup": {"prompt_lookup_num_tokens": 4},
     "chunks": {"prefill_chunk_size": 24},
-    "no cache by name": {"past_key_values": None},
+    "no cache by name": {CACHE: None},
     "config": {"generation_config": GenerationConfig(max_new_tokens=NEW, do_sample=False)},
 }
 
@@ -83,7 +84,7 @@ def test_every_mode_gives_what_a_new_cache_gives(
     model: PreTrainedModel, name: str, how: dict[str, Any]
 ) -> None:
     cache, before = PolicyCache(POLICIES[name]), trace_of(model)
-    want = generate(model, **{**how, "past_key_values": cache})
+    want = generate(model, **{**how, CACHE: cache})
     plain = generate(model, **how)
     with apply_policy(model, POLICIES[name]) as applied:
         assert trace_of(model) == before
@@ -98,15 +99,13 @@ def test_every_mode_gives_what_a_new_cache_gives(
 
 def test_the_policies_of_these_tests_change_answers(model: PreTrainedModel) -> None:
     for policy in POLICIES.values():
-        assert not torch.equal(
-            generate(model, past_key_values=PolicyCache(policy)), generate(model)
-        )
+        assert not torch.equal(generate(model, cache=PolicyCache(policy)), generate(model))
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_embeddings(model: PreTrainedModel, name: str) -> None:
     embeds = model.get_input_embeddings()(IDS).detach()
-    want = generate(model, inputs_embeds=embeds, past_key_values=PolicyCache(POLICIES[name]))
+    want = generate(model, inputs_embeds=embeds, cache=PolicyCache(POLICIES[name]))
     with apply_policy(model, POLICIES[name]) as applied, torch.inference_mode():
         assert torch.equal(generate(model, inputs_embeds=embeds), want)
     assert applied.reports[0].total.seen == 60 + NEW - 1
@@ -121,7 +120,7 @@ def test_a_draft_model_reads_without_the_policy(
     """Also one that has a policy applied, and a model that drafts for itself."""
     helper = model if itself else draft_model
     cache = PolicyCache(POLICIES["snapkv"])
-    want = generate(model, assistant_model=helper, past_key_values=cache)
+    want = generate(model, assistant_model=helper, cache=cache)
     other = apply_policy(draft_model, SnapKV(0.5)) if also else None
     with apply_policy(model, POLICIES["snapkv"]) as applied:
         assert torch.equal(generate(model, assistant_model=helper), want)
@@ -134,12 +133,12 @@ def test_a_draft_model_reads_without_the_policy(
 def test_a_cache_that_a_call_brings_is_used_as_without(model: PreTrainedModel) -> None:
     own, other = PolicyCache(SnapKV(0.5)), PolicyCache(SnapKV(0.5))
     full, dynamic = generate(model), DynamicCache()
-    want = generate(model, past_key_values=own)
+    want = generate(model, cache=own)
     with apply_policy(model, POLICIES["fastkv"]) as applied:
-        assert torch.equal(generate(model, past_key_values=other), want)
-        assert torch.equal(generate(model, past_key_values=dynamic), full)
-        with pytest.raises(TypeError, match="past_key_values must be a cache, got the class"):
-            generate(model, past_key_values=PolicyCache)
+        assert torch.equal(generate(model, cache=other), want)
+        assert torch.equal(generate(model, cache=dynamic), full)
+        with pytest.raises(TypeError, match=f"{CACHE} must be a cache, got the class"):
+            generate(model, cache=PolicyCache)
     assert applied.reports == ()
     assert other.report() == own.report()
     assert dynamic.get_seq_length() == 60 + NEW - 1
@@ -152,7 +151,7 @@ def test_storage_room_and_number_of_reports(model: PreTrainedModel) -> None:
     ) as applied:
         for length in (60, 50, 40):
             output = generate(model, input_ids=IDS[:, :length], return_dict_in_generate=True)
-            made.append(output.past_key_values)
+            made.append(cache_of(output))
     assert [each.total.seen for each in applied.reports] == [50 + NEW - 1, 40 + NEW - 1]
     assert len({id(cache) for cache in made}) == 3
     assert all(cache.storage is applied.storage for cache in made)
@@ -172,7 +171,7 @@ def test_a_pipeline(model: PreTrainedModel) -> None:
     how = {"max_new_tokens": NEW, "do_sample": False}
 
     def with_cache(given: Any, **more: Any) -> Any:
-        return pipe(given, past_key_values=PolicyCache(POLICIES["fastkv"]), **how, **more)
+        return pipe(given, cache=PolicyCache(POLICIES["fastkv"]), **how, **more)
 
     chat = [{"role": "user", "content": texts[1]}]
     alone = [with_cache(text) for text in texts]
@@ -201,7 +200,7 @@ def test_peft(outside: bool) -> None:
     inside = tiny_model("llama", seed=1)
     names = ["q_proj", "v_proj"]
     wrapped = adapted(inside, "LoraConfig", r=4, init_lora_weights=False, target_modules=names)
-    want = generate(wrapped, past_key_values=PolicyCache(POLICIES["fastkv"]))
+    want = generate(wrapped, cache=PolicyCache(POLICIES["fastkv"]))
     with apply_policy(wrapped if outside else inside, POLICIES["fastkv"]) as applied:
         assert torch.equal(generate(wrapped), want)
         assert torch.equal(generate(inside), want)
@@ -224,7 +223,7 @@ def test_models_and_copies_do_not_meet(
     model: PreTrainedModel, draft_model: PreTrainedModel
 ) -> None:
     want = {
-        name: generate(each, past_key_values=PolicyCache(POLICIES[name]))
+        name: generate(each, cache=PolicyCache(POLICIES[name]))
         for name, each in (("snapkv", model), ("fastkv", draft_model))
     }
     full = generate(model)
@@ -242,8 +241,7 @@ def test_models_and_copies_do_not_meet(
 def test_threads(model: PreTrainedModel) -> None:
     prompts = [torch.tensor([random_tokens(seed, 50 + seed)]) for seed in range(3)]
     want = [
-        generate(model, input_ids=ids, past_key_values=PolicyCache(POLICIES["fastkv"]))
-        for ids in prompts
+        generate(model, input_ids=ids, cache=PolicyCache(POLICIES["fastkv"])) for ids in prompts
     ]
     found: dict[int, list[Tensor]] = {index: [] for index in range(3)}
     start = threading.Barrier(3)
@@ -333,7 +331,7 @@ def test_what_a_cache_refuses_is_refused(
     model: PreTrainedModel, how: dict[str, Any], message: str
 ) -> None:
     before = trace_of(model)
-    for given in ({}, {"past_key_values": PolicyCache(SnapKV(0.3))}):
+    for given in ({}, {CACHE: PolicyCache(SnapKV(0.3))}):
         with (
             apply_policy(model, SnapKV(0.3)) as applied,
             pytest.raises(UnsupportedGenerationError, match=message),

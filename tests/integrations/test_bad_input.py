@@ -29,6 +29,7 @@ from kvpolicy.errors import (
 )
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.checking import check_model
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import (
     FastKV,
     GemFilter,
@@ -74,13 +75,13 @@ def usable(model: PreTrainedModel) -> Any:
 
 def test_unattached(model: PreTrainedModel, usable: PolicyCache) -> None:
     with pytest.raises(NotAttachedError, match=r"cache\.attached\(model\)"):
-        model(prompt(3), past_key_values=usable)
+        model(prompt(3), cache=usable)
 
 
 def test_a_fresh_cache_unattached(model: PreTrainedModel) -> None:
     cache = PolicyCache(FASTKV)
     with pytest.raises(NotAttachedError):
-        model(prompt(60), past_key_values=cache)
+        model(prompt(60), cache=cache)
     assert cache.get_seq_length() == 0
     assert len(tokens_of(model, prompt(60), cache)[0]) == 7
 
@@ -94,7 +95,7 @@ def test_right_padding(model: PreTrainedModel) -> None:
     ids, mask = left_padded([random_tokens(0, 40), random_tokens(1, 30)])
     cache = PolicyCache(FASTKV)
     with pytest.raises(ValueError, match="attention_mask must pad on the left.*row 1"):
-        model.generate(ids, attention_mask=mask.flip(1), past_key_values=cache, max_new_tokens=2)
+        model.generate(ids, attention_mask=mask.flip(1), cache=cache, max_new_tokens=2)
     tokens_of(model, ids, cache, attention_mask=mask)
 
 
@@ -105,24 +106,24 @@ def test_a_mask_that_does_not_cover_what_was_seen(
         usable.attached(model),
         pytest.raises(ValueError, match=r"attention_mask must be .* \[1, 66 \+ 2\], got \[1, 2\]"),
     ):
-        model(prompt(2), attention_mask=torch.ones(1, 2), past_key_values=usable)
+        model(prompt(2), attention_mask=torch.ones(1, 2), cache=usable)
 
 
 def test_a_mask_of_four_dimensions(model: PreTrainedModel, usable: PolicyCache) -> None:
     mask = torch.ones(1, 1, 2, 68, dtype=torch.bool)
     with usable.attached(model), pytest.raises(ValueError, match="attention_mask must be 2D"):
-        model(prompt(2), attention_mask=mask, past_key_values=usable)
+        model(prompt(2), attention_mask=mask, cache=usable)
 
 
 def test_padding_forgotten_in_decoding(model: PreTrainedModel) -> None:
     ids, mask = left_padded([random_tokens(0, 40), random_tokens(1, 30)])
     cache = PolicyCache(SnapKV(0.3))
     with torch.no_grad(), cache.attached(model):
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
         with pytest.raises(ValueError, match="attention_mask must be 0 on the padding .* got None"):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], cache=cache)
         longer = torch.cat([mask, mask[:, -1:]], dim=1)
-        model(ids[:, :1], attention_mask=longer, past_key_values=cache)
+        model(ids[:, :1], attention_mask=longer, cache=cache)
         assert cache.get_seq_length() == 41
 
 
@@ -143,7 +144,7 @@ def test_a_mask_that_changes_while_decoding(model: PreTrainedModel, usable: Poli
     mask = torch.ones(1, 67, dtype=torch.int64)
     mask[0, 5] = 0
     with usable.attached(model), pytest.raises(ValueError, match=r"call cache\.start_turn\(\)"):
-        model(prompt(1), attention_mask=mask, past_key_values=usable)
+        model(prompt(1), attention_mask=mask, cache=usable)
 
 
 def test_a_conversation_that_does_not_go_on(model: PreTrainedModel, usable: PolicyCache) -> None:
@@ -168,7 +169,7 @@ def test_modes_of_generation_that_do_not_work_yet(
     model: PreTrainedModel, usable: PolicyCache, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnsupportedGenerationError, match=message):
-        model.generate(prompt(80), past_key_values=usable, max_new_tokens=3, **arguments)
+        model.generate(prompt(80), cache=usable, max_new_tokens=3, **arguments)
 
 
 def test_a_mode_in_the_models_own_generation_config(usable: PolicyCache) -> None:
@@ -176,7 +177,7 @@ def test_a_mode_in_the_models_own_generation_config(usable: PolicyCache) -> None
     other.generation_config.penalty_alpha = 0.6
     other.generation_config.top_k = 4
     with pytest.raises(UnsupportedGenerationError, match="got contrastive_search"):
-        other.generate(prompt(80), past_key_values=usable, max_new_tokens=3)
+        other.generate(prompt(80), cache=usable, max_new_tokens=3)
 
 
 def test_a_length_of_a_prompt_that_is_none(usable: PolicyCache) -> None:
@@ -223,7 +224,7 @@ def test_rows_while_a_prompt_is_read_in_chunks(model: PreTrainedModel) -> None:
     cache = PolicyCache(SnapKV(0.3))
     cache.start_turn(prompt_len=40)
     with torch.no_grad(), cache.attached(model):
-        model(prompt(20), past_key_values=cache)
+        model(prompt(20), cache=cache)
     with pytest.raises(ValueError, match="rows must not change while a prompt is read in chunks"):
         cache.reorder_cache(torch.tensor([0]))
     with pytest.raises(ValueError, match="tokens_to_remove must be 0 while a prompt is read"):
@@ -261,19 +262,19 @@ def test_a_policy_in_the_place_of_a_cache(model: PreTrainedModel, policy: Any) -
     """In `generate`, and in a loop, where nothing is wrapped."""
     kind = policy if isinstance(policy, type) else type(policy)
     name = kind.__name__
-    message = rf"past_key_values must be a cache, got the policy {name}; pass PolicyCache\({name}"
+    message = rf"a model must be given a cache, got the policy {name}; pass PolicyCache\({name}"
     with pytest.raises(TypeError, match=message):
-        model.generate(prompt(20), past_key_values=policy, max_new_tokens=2)
+        model.generate(prompt(20), cache=policy, max_new_tokens=2)
     for module in (model, model.model):
         with pytest.raises(TypeError, match=message):
-            module(prompt(20), past_key_values=policy)
+            module(prompt(20), cache=policy)
     assert not hasattr(kind, "_is_user_defined")
     assert len(tokens_of(model, prompt(20), DynamicCache())[0]) == 7
 
 
 def test_the_class_in_the_place_of_a_cache(model: PreTrainedModel) -> None:
     with pytest.raises(TypeError, match=r"got the class PolicyCache; pass PolicyCache\(policy\)"):
-        model.generate(prompt(20), past_key_values=PolicyCache, max_new_tokens=2)
+        model.generate(prompt(20), cache=PolicyCache, max_new_tokens=2)
 
 
 BOUNDED = CachePolicy(
@@ -300,7 +301,7 @@ def test_memory_for_more_tokens_than_the_model_has_positions(
     small.config.max_position_embeddings = 512
     cache = PolicyCache(policy, max_new_tokens=count)
     with pytest.raises(ValueError, match=message):
-        small.generate(prompt(20), past_key_values=cache, max_new_tokens=2)
+        small.generate(prompt(20), cache=cache, max_new_tokens=2)
     assert cache.get_seq_length() == 0
     if count is None:
         return
@@ -308,7 +309,7 @@ def test_memory_for_more_tokens_than_the_model_has_positions(
     with cache.attached(small), pytest.raises(ValueError, match=message):
         cache.max_new_tokens = count
     assert cache.max_new_tokens == 512
-    small.generate(prompt(20), past_key_values=cache, max_new_tokens=2)
+    small.generate(prompt(20), cache=cache, max_new_tokens=2)
     assert cache.get_seq_length() == 21
 
 
@@ -339,7 +340,7 @@ def test_models_without_a_structure_that_can_be_reached(name: str) -> None:
     other, message = unsupported_models()[name]
     cache = PolicyCache(FASTKV)
     with pytest.raises(UnsupportedModelError, match=message):
-        other.generate(prompt(30), past_key_values=cache, max_new_tokens=2)
+        other.generate(prompt(30), cache=cache, max_new_tokens=2)
     with pytest.raises(UnsupportedModelError, match=message), cache.attached(other):
         pass
     assert (
@@ -356,7 +357,7 @@ def test_no_model() -> None:
     ):
         pass
     with (
-        pytest.raises(UnsupportedModelError, match="must take past_key_values.* Linear does not"),
+        pytest.raises(UnsupportedModelError, match=rf"must take {CACHE}.* Linear does not"),
         PolicyCache(FASTKV).attached(nn.Linear(2, 2)),
     ):
         pass
@@ -509,18 +510,18 @@ def test_a_mask_that_takes_out_what_others_were_built_on(
 
 def test_no_tokens(model: PreTrainedModel, usable: PolicyCache) -> None:
     with usable.attached(model), pytest.raises(ValueError, match="at least one token"):
-        model(torch.empty(1, 0, dtype=torch.int64), past_key_values=usable)
+        model(torch.empty(1, 0, dtype=torch.int64), cache=usable)
 
 
 def test_embeddings_that_do_not_go_on(model: PreTrainedModel, usable: PolicyCache) -> None:
     embeds = model.get_input_embeddings()(prompt(40))
     with pytest.raises(ValueError, match="inputs_embeds must continue the 66 tokens .* got 40"):
-        model.generate(inputs_embeds=embeds, past_key_values=usable, max_new_tokens=2)
+        model.generate(inputs_embeds=embeds, cache=usable, max_new_tokens=2)
 
 
 def test_a_mask_that_is_no_tensor(model: PreTrainedModel, usable: PolicyCache) -> None:
     with usable.attached(model), pytest.raises(ValueError, match="must be 2D, .* got list"):
-        model(prompt(2), attention_mask=[[1] * 68], past_key_values=usable)
+        model(prompt(2), attention_mask=[[1] * 68], cache=usable)
 
 
 @pytest.mark.filterwarnings("ignore:.*checkpoint")
@@ -532,7 +533,7 @@ def test_gradient_checkpointing() -> None:
     cache = PolicyCache(SnapKV(0.3))
     message = r"layers \[0, 1, 2, 3\] did not update it"
     with cache.attached(other), pytest.raises(UnsupportedModelError, match=message):
-        other(prompt(40), past_key_values=cache, use_cache=True)
+        other(prompt(40), cache=cache, use_cache=True)
     assert cache.get_seq_length() == 0
     other.eval()
     assert tokens_of(other, prompt(40), cache)
@@ -546,10 +547,10 @@ def test_logits_of_tokens_that_may_be_dropped(
 ) -> None:
     cache = PolicyCache(FASTKV)
     with cache.attached(model), pytest.raises(ValueError, match="a dropped token has no logits"):
-        model(prompt(80), past_key_values=cache, **arguments)
+        model(prompt(80), cache=cache, **arguments)
     keeps = PolicyCache(SnapKV(1.0))
     with torch.no_grad(), keeps.attached(model):
-        model(prompt(80), past_key_values=keeps, **arguments)
+        model(prompt(80), cache=keeps, **arguments)
 
 
 @pytest.mark.parametrize("count", [-2.0, None, "x", True])
@@ -573,7 +574,7 @@ def test_new_embeddings_alone(model: PreTrainedModel, usable: PolicyCache) -> No
     embeds = model.get_input_embeddings()(prompt(80))
     mask = torch.ones(1, 66 + 80, dtype=torch.int64)
     with pytest.raises(ValueError, match="inputs_embeds must continue the 66 tokens"):
-        model.generate(inputs_embeds=embeds, attention_mask=mask, past_key_values=usable)
+        model.generate(inputs_embeds=embeds, attention_mask=mask, cache=usable)
 
 
 @pytest.mark.parametrize("inner", [False, True])
@@ -587,7 +588,7 @@ def test_dropped_logits_asked_for_in_another_way(model: PreTrainedModel, inner: 
             cache.attached(model),
             pytest.raises(ValueError, match=message),
         ):
-            model(prompt(40), past_key_values=cache, logits_to_keep=which)
+            model(prompt(40), cache=cache, logits_to_keep=which)
     else:
         with cache.attached(model), pytest.raises(ValueError, match=message):
             model(prompt(40), None, None, cache, logits_to_keep=which)
@@ -640,7 +641,7 @@ def test_inputs_of_another_kind(
 ) -> None:
     cache, before = PolicyCache(policy), trace_of(model)
     with torch.no_grad(), cache.attached(model), pytest.raises(error, match=message):
-        model(past_key_values=cache, **inputs)
+        model(cache=cache, **inputs)
     assert (cache.get_seq_length(), trace_of(model)) == (0, before)
     assert tokens_of(model, IDS, cache) == tokens_of(model, IDS, PolicyCache(policy))
 
@@ -673,7 +674,7 @@ def test_inputs_of_another_kind_in_generate(
 ) -> None:
     cache, before = PolicyCache(FASTKV), trace_of(model)
     with pytest.raises(error, match=message):
-        model.generate(past_key_values=cache, max_new_tokens=2, **inputs)
+        model.generate(cache=cache, max_new_tokens=2, **inputs)
     assert (cache.get_seq_length(), trace_of(model)) == (0, before)
     assert tokens_of(model, IDS, cache) == tokens_of(model, IDS, PolicyCache(FASTKV))
 
@@ -690,7 +691,7 @@ def test_a_scorer_that_looks_at_queries_it_has_not_declared(model: PreTrainedMod
     cache = PolicyCache(CachePolicy(LooksAtTheLast(), selector, PassAllPropagation()))
     before = trace_of(model)
     with pytest.raises(ValueError, match="a scorer must declare num_queries to read queries"):
-        model.generate(IDS, past_key_values=cache, max_new_tokens=2)
+        model.generate(IDS, cache=cache, max_new_tokens=2)
     assert (cache.get_seq_length(), trace_of(model)) == (0, before)
 
 

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache, ReadDocument
 from kvpolicy.integrations.transformers.document import prompt_ids
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, GemFilter, KVzip, SnapKV
 from kvpolicy.policy import CachePolicy
 from tests.integrations.lm_eval.support import char_tokenizer
@@ -69,15 +70,13 @@ def test_appending_a_prompt_in_generate() -> None:
     model, cache = tiny_model("llama", seed=1), PolicyCache(SnapKV(0.25, window_size=4))
     prompt = torch.arange(1, 41)[None]
     with cache.appending():
-        output = model.generate(prompt, past_key_values=cache, max_new_tokens=2)
+        output = model.generate(prompt, cache=cache, max_new_tokens=2)
         assert cache.layers[0].kept_len == 10 + 1  # a first prompt is the policy's all the same
         output = model.generate(
-            torch.cat([output, prompt[:, :8]], 1), past_key_values=cache, max_new_tokens=2
+            torch.cat([output, prompt[:, :8]], 1), cache=cache, max_new_tokens=2
         )
     assert cache.layers[0].kept_len == 10 + 2 + 8 + 1
-    output = model.generate(
-        torch.cat([output, prompt[:, :8]], 1), past_key_values=cache, max_new_tokens=1
-    )
+    output = model.generate(torch.cat([output, prompt[:, :8]], 1), cache=cache, max_new_tokens=1)
     assert cache.layers[0].kept_len == (40 + 2 + 8 + 2 + 8) // 4
 
 
@@ -159,7 +158,7 @@ def test_bad_questions(
     ("changes", "error", "message"),
     [
         ({"model": None}, TypeError, r"model must be a torch\.nn\.Module, got NoneType"),
-        ({"model": nn.Linear(2, 2)}, UnsupportedModelError, "must take past_key_values"),
+        ({"model": nn.Linear(2, 2)}, UnsupportedModelError, f"must take {CACHE}"),
         ({"tokenizer": None}, TypeError, "tokenizer must be one of Transformers, got None"),
         ({"tokenizer": "gpt2"}, TypeError, "tokenizer must be one of Transformers, got 'gpt2'"),
         ({"document": 3}, TypeError, "document must be a str, got 3"),

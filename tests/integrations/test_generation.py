@@ -59,7 +59,7 @@ IDS = torch.tensor([random_tokens(0, 20) * 3])
 
 def generate(model: PreTrainedModel, cache: Any, ids: Tensor = IDS, **kwargs: Any) -> Any:
     kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, **kwargs}
-    return model.generate(ids, past_key_values=cache, **{"do_sample": False, **kwargs})
+    return model.generate(ids, cache=cache, **{"do_sample": False, **kwargs})
 
 
 def continued(ids: Tensor, seed: int = 9) -> Tensor:
@@ -105,15 +105,15 @@ def test_drafts_with_scores_and_hidden_states(model: PreTrainedModel, policy: Ca
 def test_chunks_in_a_loop_by_hand(model: PreTrainedModel) -> None:
     whole, chunked = PolicyCache(SnapKV(0.3)), PolicyCache(SnapKV(0.3))
     with whole.attached(model):
-        expected = model(IDS, past_key_values=whole).logits[:, -1]
+        expected = model(IDS, cache=whole).logits[:, -1]
     with chunked.attached(model):
         chunked.start_turn(prompt_len=60)
         for start in (0, 20, 40):
             assert chunked.layers[0].kept_len == start  # nothing is evicted before the end
-            logits = model(IDS[:, start : start + 20], past_key_values=chunked).logits[:, -1]
+            logits = model(IDS[:, start : start + 20], cache=chunked).logits[:, -1]
         assert torch.allclose(logits, expected, atol=1e-5)
         assert_same_state(whole, chunked)
-        model(IDS[:, :2], past_key_values=chunked)
+        model(IDS[:, :2], cache=chunked)
         assert chunked.layers[0].kept_len == 18 + 2
 
 
@@ -231,12 +231,12 @@ def test_drafts_behind_a_prompt_in_a_loop_by_hand(model: PreTrainedModel) -> Non
     for _ in range(2):
         cache = PolicyCache(POLICIES["snapkv"])
         with cache.attached(model):
-            model(IDS[:, :5], past_key_values=cache)
+            model(IDS[:, :5], cache=cache)
             cache.start_turn(prompt_len=20)
             if not logits:
-                logits.append(model(IDS[:, :25], past_key_values=cache).logits)
+                logits.append(model(IDS[:, :25], cache=cache).logits)
             else:
-                model(IDS[:, :20], past_key_values=cache)
-                logits.append(model(IDS[:, 20:25], past_key_values=cache).logits)
+                model(IDS[:, :20], cache=cache)
+                logits.append(model(IDS[:, 20:25], cache=cache).logits)
         assert cache.get_seq_length() == 30
     assert torch.allclose(logits[0][:, -5:], logits[1], atol=1e-5)

@@ -51,9 +51,7 @@ def generate(name: str, rows: list[list[int]], cache: PolicyCache, **how: Any) -
 
 def answer(name: str, ids: Tensor, mask: Tensor, cache: PolicyCache, **how: Any) -> Tensor:
     given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    found: Any = model_of(name).generate(
-        ids, attention_mask=mask, past_key_values=cache, **{**given, **how}
-    )
+    found: Any = model_of(name).generate(ids, attention_mask=mask, cache=cache, **{**given, **how})
     assert isinstance(found, Tensor)
     return found
 

@@ -14,7 +14,7 @@ from tests.integrations.test_use import trace_of
 from tests.reference import random_tokens, tiny_model
 
 POLICY = SnapKV(0.3)
-REMEDY = r"model\.generate\(input_ids, attention_mask=mask, past_key_values=cache\)"
+REMEDY = r"model\.generate\(input_ids, attention_mask=mask, cache=cache\)"
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def prompt(length: int, seed: int = 0) -> Tensor:
 def test_continuous_batching(model: PreTrainedModel) -> None:
     cache, prompts, before = PolicyCache(POLICY), prompt(60).tolist(), trace_of(model)
     with pytest.raises(UnsupportedGenerationError, match=REMEDY):
-        model.generate_batch(prompts, past_key_values=cache, max_new_tokens=3)
+        model.generate_batch(prompts, cache=cache, max_new_tokens=3)
     with cache.attached(model):
         with pytest.raises(UnsupportedGenerationError, match="generate_batch must not be"):
             model.generate_batch(prompts, max_new_tokens=3)
@@ -41,12 +41,10 @@ def test_continuous_batching(model: PreTrainedModel) -> None:
         ):
             pass
     with pytest.raises(UnsupportedGenerationError, match=REMEDY):
-        model.generate(
-            prompt(60), past_key_values=cache, cache_implementation="paged", max_new_tokens=3
-        )
+        model.generate(prompt(60), cache=cache, cache_implementation="paged", max_new_tokens=3)
     assert trace_of(model) == before
     assert cache.get_seq_length() == 0
-    model.generate(prompt(60), past_key_values=cache, max_new_tokens=3)
+    model.generate(prompt(60), cache=cache, max_new_tokens=3)
     assert cache.get_seq_length() == 62
 
 
@@ -89,9 +87,9 @@ def of_the_models_config(model: PreTrainedModel) -> dict[str, Any]:
 def test_no_cache_wanted(model: PreTrainedModel, says: Any, message: str) -> None:
     cache, arguments = PolicyCache(POLICY), says(model)
     with pytest.raises(UnsupportedGenerationError, match=message):
-        model.generate(prompt(60), past_key_values=cache, max_new_tokens=3, **arguments)
+        model.generate(prompt(60), cache=cache, max_new_tokens=3, **arguments)
     assert cache.get_seq_length() == 0
-    model.generate(prompt(60), past_key_values=cache, max_new_tokens=3, use_cache=True)
+    model.generate(prompt(60), cache=cache, max_new_tokens=3, use_cache=True)
     assert cache.get_seq_length() == 62
 
 
@@ -99,10 +97,10 @@ def test_no_cache_wanted_in_a_loop(model: PreTrainedModel) -> None:
     cache = PolicyCache(POLICY)
     with torch.no_grad(), cache.attached(model):
         with pytest.raises(UnsupportedGenerationError, match="^use_cache must be True"):
-            model(prompt(60), past_key_values=cache, use_cache=False)
+            model(prompt(60), cache=cache, use_cache=False)
         model.config.use_cache = False
         with pytest.raises(UnsupportedGenerationError, match="^use_cache of the model's config"):
-            model(prompt(60), past_key_values=cache)
+            model(prompt(60), cache=cache)
         assert cache.get_seq_length() == 0
-        model(prompt(60), past_key_values=cache, use_cache=True)
+        model(prompt(60), cache=cache, use_cache=True)
     assert cache.get_seq_length() == 60

@@ -20,7 +20,7 @@ def test_a_cache_shows_its_policy_and_what_it_holds() -> None:
     model = tiny_model("llama", seed=0)
     cache = PolicyCache(SnapKV(retention_rate=0.1))
     assert repr(cache) == "PolicyCache(SnapKV(retention_rate=0.1)): empty"
-    model.generate(prompt(100), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    model.generate(prompt(100), cache=cache, max_new_tokens=4, do_sample=False)
     written = "PolicyCache(SnapKV(retention_rate=0.1)): 103 tokens read, 13 held by each layer"
     assert repr(cache) == str(cache) == written
     assert repr(copy.copy(cache)) == written
@@ -32,7 +32,7 @@ def test_layers_that_hold_unlike_numbers_are_a_range() -> None:
     model = tiny_model("llama", seed=0)
     cache = PolicyCache(CLAA(tsp_layer=1, retention_rate=0.2, tsp_rate=0.5, whole_layers=1))
     with cache.attached(model), torch.no_grad():
-        model(prompt(40), past_key_values=cache)
+        model(prompt(40), cache=cache)
     assert {layer.kept_len for layer in cache.layers} == {8, 40}
     assert repr(cache).endswith("): 40 tokens read, 8 to 40 held by each layer")
 
@@ -41,7 +41,7 @@ def test_long_numbers_are_grouped() -> None:
     model = tiny_model("llama", seed=0)
     whole = PolicyCache(FullContext())
     with whole.attached(model), torch.no_grad():
-        assert model(prompt(1200), past_key_values=whole).logits.isfinite().all()
+        assert model(prompt(1200), cache=whole).logits.isfinite().all()
     assert repr(whole) == "PolicyCache(FullContext()): 1,200 tokens read, 1,200 held by each layer"
 
 
@@ -56,7 +56,7 @@ def test_long_numbers_are_grouped() -> None:
 )
 def test_other_kinds_of_caches(cache: PolicyCache) -> None:
     model = tiny_model("llama", seed=0)
-    model.generate(prompt(40), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    model.generate(prompt(40), cache=cache, max_new_tokens=4, do_sample=False)
     lengths = {layer.kept_len for layer in cache.layers}
     held = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
     assert repr(cache).endswith(f": 43 tokens read, {held} held by each layer")
@@ -67,7 +67,7 @@ def test_layers_without_tokens_are_not_counted() -> None:
     model = hybrid("qwen3_next")
     cache = PolicyCache(SnapKV(retention_tokens=9, window_size=2))
     with cache.attached(model), torch.no_grad():
-        model(prompt(40), past_key_values=cache)
+        model(prompt(40), cache=cache)
     assert repr(cache).endswith("): 40 tokens read, 9 held by each layer")
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, StoppingCriteria
 from kvpolicy import CachePolicy
 from kvpolicy.errors import CacheInUseError
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import (
     H2O,
     AdaKV,
@@ -72,7 +73,7 @@ def batch_of(*lengths: int, seed: int = 0) -> dict[str, Tensor]:
 
 def generate(model: Any, cache: Any, given: dict[str, Tensor], **kwargs: Any) -> Tensor:
     kwargs = {"max_new_tokens": 5, "do_sample": False, **kwargs}
-    return model.generate(past_key_values=cache, **given, **kwargs)
+    return model.generate(cache=cache, **given, **kwargs)
 
 
 def continued(said: Tensor, mask: Tensor, *lengths: int, seed: int = 50) -> dict[str, Tensor]:
@@ -125,11 +126,11 @@ def test_caches_attached_at_once_alternate_forward_by_forward(model: PreTrainedM
     def forwards(policy: CachePolicy) -> Iterator[Tensor]:
         cache, given = PolicyCache(policy), batch_of(40)
         with cache.attached(model):
-            yield model(given["inputs"], past_key_values=cache).logits[:, -1]
+            yield model(given["inputs"], cache=cache).logits[:, -1]
             for token in (5, 9):
-                yield model(torch.tensor([[token]]), past_key_values=cache).logits[:, -1]
+                yield model(torch.tensor([[token]]), cache=cache).logits[:, -1]
             cache.start_turn()
-            yield model(batch_of(30, seed=7)["inputs"], past_key_values=cache).logits[:, -1]
+            yield model(batch_of(30, seed=7)["inputs"], cache=cache).logits[:, -1]
 
     alone = {name: list(forwards(policy)) for name, policy in POLICIES.items()}
     running = {name: forwards(policy) for name, policy in POLICIES.items()}
@@ -154,7 +155,7 @@ class ThroughAnotherCache(nn.Module):
             self.results.append(torch.empty(0))  # the inner forward comes through here as well
             cache = PolicyCache(self.policy)
             with cache.attached(model):
-                logits = model(batch_of(30, seed=3)["inputs"], past_key_values=cache).logits
+                logits = model(batch_of(30, seed=3)["inputs"], cache=cache).logits
             self.results.append(logits[:, -1])
         return self.mlp(hidden)
 
@@ -179,7 +180,7 @@ def forward_of(
 ) -> Iterator[Tensor]:
     cache = PolicyCache(policy)
     with cache.attached(model):
-        yield model(batch_of(length, seed=seed)["inputs"], past_key_values=cache).logits[:, -1]
+        yield model(batch_of(length, seed=seed)["inputs"], cache=cache).logits[:, -1]
 
 
 @pytest.mark.skipif(not CHUNKS_GO_ON, reason="this Transformers cuts masks of chunks wrongly")
@@ -236,9 +237,9 @@ class Held(StoppingCriteria):
 def test_a_second_thread_with_the_same_cache(model: PreTrainedModel) -> None:
     """It is told so, at `generate` and at a call of its own; the first one's answer is right."""
     ids = torch.tensor([random_tokens(2, 40)])
-    expected = model.generate(ids, past_key_values=PolicyCache(GEM), max_new_tokens=4)
+    expected = model.generate(ids, cache=PolicyCache(GEM), max_new_tokens=4)
     cache, held, found = PolicyCache(GEM), Held(), []
-    arguments: dict[str, Any] = {"past_key_values": cache, "max_new_tokens": 4}
+    arguments: dict[str, Any] = {CACHE: cache, "max_new_tokens": 4}
 
     def run() -> None:
         found.append(model.generate(ids, stopping_criteria=[held], **arguments))
@@ -266,18 +267,18 @@ def test_a_second_thread_inside_a_forward(model: PreTrainedModel) -> None:
             assert go_on.wait(30)
 
     def run() -> None:
-        found.append(model(ids, past_key_values=cache).logits)
+        found.append(model(ids, cache=cache).logits)
 
     handle = model.model.layers[3].register_forward_pre_hook(hold)
     try:
         with torch.no_grad(), again.attached(model):
-            expected = model(ids, past_key_values=again).logits
+            expected = model(ids, cache=again).logits
         with torch.no_grad(), cache.attached(model):
             thread = threading.Thread(target=torch.no_grad()(run), name="the first")
             thread.start()
             assert inside.wait(30)
             with pytest.raises(CacheInUseError, match="but thread 'the first' is using it"):
-                model(ids, past_key_values=cache)
+                model(ids, cache=cache)
             go_on.set()
             thread.join()
             assert cache.get_seq_length() == 40
@@ -292,19 +293,17 @@ def test_a_custom_generate_inside_of_attached(model: PreTrainedModel) -> None:
     def greedy(model: Any, input_ids: Tensor, generation_config: Any, **kwargs: Any) -> Tensor:
         new = input_ids
         for _ in range(4):
-            output = model(new, past_key_values=kwargs["past_key_values"], logits_to_keep=1)
+            output = model(new, cache=kwargs[CACHE], logits_to_keep=1)
             new = output.logits[:, -1:].argmax(dim=-1)
             input_ids = torch.cat([input_ids, new], dim=1)
         return input_ids
 
     ids = torch.tensor([random_tokens(2, 40)])
     for policy in POLICIES.values():
-        expected = model.generate(ids, past_key_values=PolicyCache(policy), max_new_tokens=4)
+        expected = model.generate(ids, cache=PolicyCache(policy), max_new_tokens=4)
         cache = PolicyCache(policy)
         with cache.attached(model):
-            found = model.generate(
-                ids, past_key_values=cache, custom_generate=greedy, max_new_tokens=4
-            )
+            found = model.generate(ids, cache=cache, custom_generate=greedy, max_new_tokens=4)
         assert found.tolist() == expected.tolist()
 
 

@@ -45,19 +45,19 @@ def test_a_loss_on_which_the_policy_would_have_no_effect(
     message = "labels must not be given in a forward in which the policy acts.*read the context"
     with torch.no_grad(), cache.attached(model):
         with pytest.raises(ValueError, match=message):
-            model(prompt(60), past_key_values=cache, labels=prompt(60))
+            model(prompt(60), cache=cache, labels=prompt(60))
         assert cache.get_seq_length() == 0
-        model(prompt(60), past_key_values=cache)
-        assert model(prompt(6, 1), past_key_values=cache, labels=prompt(6, 1)).loss > 0
+        model(prompt(60), cache=cache)
+        assert model(prompt(6, 1), cache=cache, labels=prompt(6, 1)).loss > 0
         cache.start_turn()
         with pytest.raises(ValueError, match=message):
-            model(prompt(6, 1), past_key_values=cache, labels=prompt(6, 1))
+            model(prompt(6, 1), cache=cache, labels=prompt(6, 1))
     dropping = PolicyCache(FastKV(tsp_rate=0.5, retention_rate=0.3))
     with (
         dropping.attached(model),
         pytest.raises(ValueError, match="a dropped token has no logits"),
     ):
-        model(prompt(60), past_key_values=dropping, labels=prompt(60))
+        model(prompt(60), cache=dropping, labels=prompt(60))
 
 
 EVERYTHING = CachePolicy(KeyNormScorer(), GQAGroupSelector(1.0), PassAllPropagation())
@@ -70,7 +70,7 @@ def test_a_loss_under_a_policy_that_keeps_everything(
 ) -> None:
     cache = PolicyCache(policy)
     with cache.attached(model):
-        loss = model(prompt(60), past_key_values=cache, labels=prompt(60)).loss
+        loss = model(prompt(60), cache=cache, labels=prompt(60)).loss
     torch.testing.assert_close(loss, model(prompt(60), labels=prompt(60)).loss)
 
 
@@ -101,7 +101,7 @@ def one_by_one(model: PreTrainedModel, context: Tensor, continuation: Tensor) ->
     """The continuation's loss, decoded token by token."""
     cache, rows = PolicyCache(SnapKV(0.3)), []
     with cache.attached(model):
-        model(context[:, :-1], past_key_values=cache)
+        model(context[:, :-1], cache=cache)
         for token in (context[:, -1:], *continuation[:, :-1].split(1, dim=1)):
-            rows.append(model(token, past_key_values=cache).logits[0])
+            rows.append(model(token, cache=cache).logits[0])
     return cross_entropy(torch.cat(rows), continuation[0])

@@ -13,6 +13,7 @@ from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.evaluation.needle import NeedleTask, load_model, load_tokenizer
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from tests.integrations.test_use import trace_of
 from tests.reference import random_tokens, tiny_model
@@ -35,7 +36,7 @@ def prompt(length: int, seed: int = 0) -> Tensor:
 def generate(model: Any, cache: Any, ids: Tensor, **how: Any) -> Tensor:
     """New tokens of a greedy answer."""
     how = {"max_new_tokens": 7, "do_sample": False, **how}
-    output: Tensor = model.generate(input_ids=ids, past_key_values=cache, **how)
+    output: Tensor = model.generate(input_ids=ids, cache=cache, **how)
     return output[:, -how["max_new_tokens"] :]
 
 
@@ -76,7 +77,7 @@ def test_lora_gives_what_the_merged_model_gives(model: PreTrainedModel, name: st
         ids = torch.cat([ids, want, prompt(20, seed=4)], dim=1)
     by_hand = PolicyCache(POLICIES[name])
     with torch.no_grad(), by_hand.attached(wrapped):
-        logits = wrapped(prompt(60), past_key_values=by_hand).logits
+        logits = wrapped(prompt(60), cache=by_hand).logits
     assert logits.shape[1] == (60 if name == "snapkv" else 30)
     assert by_hand.get_seq_length() == 60
 
@@ -127,7 +128,7 @@ def test_prompt_tuning(model: PreTrainedModel) -> None:
     embeds = torch.cat([wrapped.get_prompt(1), model.get_input_embeddings()(prompt(60))], dim=1)
     base = wrapped.get_base_model()
     with torch.no_grad(), by_hand.attached(base):
-        first = base(inputs_embeds=embeds, past_key_values=by_hand).logits[:, -1].argmax(-1)
+        first = base(inputs_embeds=embeds, cache=by_hand).logits[:, -1].argmax(-1)
     assert by_hand.get_seq_length() == 65
     assert first == said[0, 0]
     assert [layer.kept_len for layer in cache.layers] == [int(65 * 0.3) + 6] * 4
@@ -158,8 +159,8 @@ def test_a_wrapper_that_keeps_the_cache_to_itself(model: PreTrainedModel) -> Non
     wrapped = Deaf(model)
     with torch.no_grad(), cache.attached(wrapped):
         with pytest.raises(UnsupportedModelError, match="Deaf was called with the cache, but did"):
-            wrapped(prompt(60), past_key_values=cache)
-        model(prompt(60), past_key_values=cache)
+            wrapped(prompt(60), cache=cache)
+        model(prompt(60), cache=cache)
     assert cache.get_seq_length() == 60
     assert trace_of(model) == before
 
@@ -242,30 +243,30 @@ def test_a_pipeline(assistant: Any) -> None:
     how = {"max_new_tokens": 3, "return_full_text": False}
     for text, each in zip(texts, task.prompts(3), strict=True):
         cache, alone = PolicyCache(SnapKV(0.3)), PolicyCache(SnapKV(0.3))
-        said = assistant(text, past_key_values=cache, **how)[0]["generated_text"]
+        said = assistant(text, cache=cache, **how)[0]["generated_text"]
         ids = torch.tensor([each.input_ids])
         want = generate(assistant.model, alone, ids, max_new_tokens=3)[0].tolist()
         assert assistant.tokenizer(said)["input_ids"] == want
         assert [layer.kept_len for layer in cache.layers] == [int(256 * 0.3) + 2] * 6
     # One after the other, the second prompt would be read as the first one's next turn.
     with pytest.raises(ValueError, match="input_ids must continue the 258 tokens"):
-        assistant(texts, past_key_values=PolicyCache(SnapKV(0.3)), **how)
+        assistant(texts, cache=PolicyCache(SnapKV(0.3)), **how)
     cache = PolicyCache(SnapKV(0.3))
-    batch = assistant(texts, past_key_values=cache, batch_size=3, **how)
-    alone = [assistant(each, past_key_values=PolicyCache(SnapKV(0.3)), **how) for each in texts]
+    batch = assistant(texts, cache=cache, batch_size=3, **how)
+    alone = [assistant(each, cache=PolicyCache(SnapKV(0.3)), **how) for each in texts]
     assert batch == alone
     assert cache.batch_size == 3
 
 
 def greedy(model: Any, input_ids: Tensor, generation_config: Any, **inputs: Any) -> Tensor:
     """Generation of a user's own: a bare loop."""
-    cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
+    cache, mask = inputs[CACHE], inputs.get("attention_mask")
     mask = (
         torch.ones_like(input_ids) if mask is None else mask
     )  # as it is where there is no padding
     new = input_ids[:, cache.get_seq_length() :]
     for _ in range(generation_config.max_new_tokens):
-        logits = model(new, attention_mask=mask, past_key_values=cache).logits
+        logits = model(new, attention_mask=mask, cache=cache).logits
         new = logits[:, -1:].argmax(dim=-1)
         input_ids = torch.cat([input_ids, new], dim=1)
         mask = torch.cat([mask, torch.ones_like(new)], dim=1)

@@ -22,6 +22,7 @@ from kvpolicy.integrations.transformers import (
 from kvpolicy.integrations.transformers.forward import unhooked_answer
 from kvpolicy.integrations.transformers.state import storage
 from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import (
     H2O,
     AccumulatedAttentionScorer,
@@ -129,7 +130,7 @@ def answer(
     output = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt) if mask is None else mask,
-        past_key_values=cache,
+        cache=cache,
         max_new_tokens=count,
         do_sample=False,
         output_logits=True,
@@ -288,7 +289,7 @@ def test_a_window_and_an_answer_without_max_new_tokens(
             if hooked:
                 with_hooks(patch)
             mask = torch.ones_like(prompt)
-            inputs = {"attention_mask": mask, "past_key_values": cache, "output_logits": True}
+            inputs = {"attention_mask": mask, CACHE: cache, "output_logits": True}
             outputs.append(model.generate(prompt[:, read:], **inputs, **how))
     assert begun == [free]
     (logits, expected) = (torch.stack(each.logits) for each in outputs)
@@ -334,7 +335,7 @@ def test_a_cache_that_is_read_and_copied_between_tokens(
         assert each.get_seq_length() == 40 + index
         assert torch.equal(each._reader.tokens.ids, tokens[:, : 40 + index])
         with each.attached(llama), torch.no_grad():
-            again = llama(tokens[:, 40 + index][:, None], past_key_values=each).logits[:, -1]
+            again = llama(tokens[:, 40 + index][:, None], cache=each).logits[:, -1]
         torch.testing.assert_close(again, logits[index + 1], atol=1e-5, rtol=1e-5)
 
 
@@ -385,7 +386,7 @@ def test_an_interrupted_token_is_forgotten(
         assert all(each.kept_len == 12 + 4 for each in cache.layers)
     with cache.attached(llama), torch.no_grad():
         for step in range(44, 53):  # a choice is among them if the answer is bounded
-            again = llama(tokens[:, step : step + 1], past_key_values=cache).logits[:, -1]
+            again = llama(tokens[:, step : step + 1], cache=cache).logits[:, -1]
             torch.testing.assert_close(again, logits[step - 39], atol=1e-5, rtol=1e-5)
 
 
@@ -417,7 +418,7 @@ def test_two_caches_attached_at_once(llama: PreTrainedModel, begun: list[bool]) 
         more = random_tokens(1, 7, seed=4)
         one.start_turn()
         with torch.no_grad():
-            llama(more, past_key_values=one)
+            llama(more, cache=one)
     assert begun == [True, True, True]
     assert one.get_seq_length() == 48 + 7
     assert not any(module._forward_pre_hooks for module in llama.modules())

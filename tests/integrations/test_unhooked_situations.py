@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, StoppingCriteria
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from tests.integrations.test_unhooked_answers import (
     BOUNDED,
     POLICIES,
@@ -42,7 +43,7 @@ class Raises(StoppingCriteria):
 def generate(model: PreTrainedModel, cache: PolicyCache, prompt: Tensor, **how: Any) -> Any:
     """Return the tokens and the logits of an answer, of 9 tokens if nothing else is said."""
     how = {"attention_mask": torch.ones_like(prompt), "do_sample": False, **how}
-    how |= {"past_key_values": cache, "output_logits": True, "return_dict_in_generate": True}
+    how |= {CACHE: cache, "output_logits": True, "return_dict_in_generate": True}
     output = model.generate(prompt, **{"max_new_tokens": 9, **how})
     return output.sequences, torch.stack(output.logits)
 
@@ -65,7 +66,7 @@ def stopped_by_an_error(model: PreTrainedModel, cache: PolicyCache, prompt: Tens
     logits, seen = [], cache.get_seq_length()
     with torch.no_grad(), cache.attached(model):
         for column in range(seen, 48):
-            found = model(tokens[:, column : column + 1], past_key_values=cache)
+            found = model(tokens[:, column : column + 1], cache=cache)
             logits.append(found.logits[:, -1])
     return tokens, torch.stack(logits[45 - seen :])
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from kvpolicy import CachePolicy, LayerContext, PropagationPolicy
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import cache_of
 from kvpolicy.policies import FastKV, FullContext, KeepAllSelector, SnapKV, StreamingLLM
 from kvpolicy.selection import compress
 from tests.integrations.support.conversation import left_padded
@@ -33,7 +34,7 @@ def prompt(length: int, seed: int = 0) -> Tensor:
 
 
 def tokens_of(model: PreTrainedModel, ids: Tensor, cache: Any, **kwargs: Any) -> list[list[int]]:
-    output = model.generate(ids, past_key_values=cache, max_new_tokens=7, do_sample=False, **kwargs)
+    output = model.generate(ids, cache=cache, max_new_tokens=7, do_sample=False, **kwargs)
     return output[:, ids.shape[1] :].tolist()
 
 
@@ -55,11 +56,11 @@ def trace_of(model: PreTrainedModel) -> list[Any]:
 def decode_by_hand(
     model: PreTrainedModel, cache: PolicyCache, ids: Tensor, steps: int, **inputs: Any
 ) -> list[int]:
-    logits = model(ids, past_key_values=cache, **inputs).logits[:, -1]
+    logits = model(ids, cache=cache, **inputs).logits[:, -1]
     tokens = [int(logits.argmax())]
     for _ in range(steps):
         token = torch.tensor([[tokens[-1]]])
-        tokens.append(int(model(token, past_key_values=cache).logits[:, -1].argmax()))
+        tokens.append(int(model(token, cache=cache).logits[:, -1].argmax()))
     return tokens
 
 
@@ -82,16 +83,15 @@ def test_a_loop_by_hand_gives_what_generate_gives_over_two_turns(model: PreTrain
 def test_without_start_turn_a_long_forward_only_appends(model: PreTrainedModel) -> None:
     cache = PolicyCache(FASTKV)
     with torch.no_grad(), cache.attached(model):
-        model(prompt(60), past_key_values=cache)
-        logits = model(prompt(5, seed=3), past_key_values=cache).logits
+        model(prompt(60), cache=cache)
+        logits = model(prompt(5, seed=3), cache=cache).logits
         one_by_one = PolicyCache(FASTKV)
     assert logits.shape[1] == 5
     assert [layer.kept_len for layer in cache.layers] == [23] * 4
     with torch.no_grad(), one_by_one.attached(model):
-        model(prompt(60), past_key_values=one_by_one)
+        model(prompt(60), cache=one_by_one)
         steps = [
-            model(token[None, None], past_key_values=one_by_one).logits
-            for token in prompt(5, seed=3)[0]
+            model(token[None, None], cache=one_by_one).logits for token in prompt(5, seed=3)[0]
         ]
     torch.testing.assert_close(torch.cat(steps, dim=1), logits, atol=1e-4, rtol=0)
 
@@ -112,9 +112,7 @@ def test_new_tokens_alone_continue_a_conversation(model: PreTrainedModel) -> Non
 def test_inputs_embeds_give_what_input_ids_give(model: PreTrainedModel) -> None:
     embeds = model.get_input_embeddings()(prompt(60))
     cache, expected = PolicyCache(FASTKV), PolicyCache(FASTKV)
-    output = model.generate(
-        inputs_embeds=embeds, past_key_values=cache, max_new_tokens=7, do_sample=False
-    )
+    output = model.generate(inputs_embeds=embeds, cache=cache, max_new_tokens=7, do_sample=False)
     assert output.tolist() == tokens_of(model, prompt(60), expected)
     assert cache.propagated[1].tolist() == expected.propagated[1].tolist()
 
@@ -124,7 +122,7 @@ def test_a_row_that_ended_early_goes_on_as_if_alone(model: PreTrainedModel) -> N
     rows = [random_tokens(0, 50), random_tokens(1, 33)]
     ids, mask = left_padded(rows)
     batch = PolicyCache(FASTKV)
-    model.generate(ids, attention_mask=mask, past_key_values=batch, max_new_tokens=9)
+    model.generate(ids, attention_mask=mask, cache=batch, max_new_tokens=9)
     # Row 1 is taken to have ended after 3 of its 9 tokens; only 8 were fed.
     said = [batch_row[-9:] for batch_row in _sequences(model, ids, mask)]
     said[1] = [*said[1][:3], *[PAD_TOKEN_ID] * 6]
@@ -135,7 +133,7 @@ def test_a_row_that_ended_early_goes_on_as_if_alone(model: PreTrainedModel) -> N
     got = tokens_of(model, whole, batch, attention_mask=whole_mask)
 
     alone = PolicyCache(FASTKV)
-    model.generate(torch.tensor([rows[1]]), past_key_values=alone, max_new_tokens=4)
+    model.generate(torch.tensor([rows[1]]), cache=alone, max_new_tokens=4)
     conversation = torch.tensor([[*rows[1], *said[1][:3], *random_tokens(8, 15)]])
     with alone.attached(model):
         alone.crop(-1)  # the batch row said three tokens and was fed three
@@ -150,9 +148,7 @@ def test_a_row_that_ended_early_goes_on_as_if_alone(model: PreTrainedModel) -> N
 
 def _sequences(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> list[list[int]]:
     cache = PolicyCache(FASTKV)
-    return model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=9
-    ).tolist()
+    return model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=9).tolist()
 
 
 def test_a_prompt_shorter_than_its_budget_loses_nothing(model: PreTrainedModel) -> None:
@@ -185,7 +181,7 @@ def test_generate_passes_other_caches_through(model: PreTrainedModel) -> None:
     assert not hasattr(wrapped._kvpolicy_wraps, "_kvpolicy_wraps")
     assert wrapped.__doc__ == wrapped._kvpolicy_wraps.__doc__
     output = model.generate(prompt(20), max_new_tokens=3, return_dict_in_generate=True)
-    assert isinstance(output.past_key_values, DynamicCache)
+    assert isinstance(cache_of(output), DynamicCache)
 
 
 IN_A_FRESH_PROCESS = """
@@ -198,6 +194,7 @@ stock = GenerationMixin.generate
 import kvpolicy.evaluation
 assert GenerationMixin.generate is stock, "changes generate before PolicyCache is imported"
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import cache_of
 from kvpolicy.policies import FastKV
 model = LlamaForCausalLM(LlamaConfig(
     vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
@@ -205,11 +202,11 @@ model = LlamaForCausalLM(LlamaConfig(
 ))
 output = model.generate(
     torch.arange(50)[None],
-    past_key_values=PolicyCache(FastKV()),
+    cache=PolicyCache(FastKV()),
     max_new_tokens=3,
     return_dict_in_generate=True,
 )
-assert output.past_key_values.propagated[0].shape == (1, 10)
+assert cache_of(output).propagated[0].shape == (1, 10)
 """
 
 
@@ -226,7 +223,7 @@ def test_an_attached_cache_leaves_other_calls_alone(model: PreTrainedModel) -> N
     cache = PolicyCache(FASTKV)
     with cache.attached(model):
         assert torch.equal(model(prompt(30)).logits, expected)
-        assert torch.equal(model(prompt(30), past_key_values=DynamicCache()).logits, expected)
+        assert torch.equal(model(prompt(30), cache=DynamicCache()).logits, expected)
     assert cache.get_seq_length() == 0
 
 
@@ -243,7 +240,7 @@ def test_caches_of_different_policies_alternate_on_one_model(model: PreTrainedMo
         for step in range(5):
             for tokens, cache in zip(got, caches, strict=True):
                 ids = prompt(60) if step == 0 else torch.tensor([[tokens[-1]]])
-                logits = model(ids, past_key_values=cache).logits
+                logits = model(ids, cache=cache).logits
                 tokens.append(int(logits[:, -1].argmax()))
     assert got == expected
 
@@ -278,14 +275,14 @@ def test_a_failure_in_mid_prefill_takes_nothing_with_it(
 def test_crop_takes_back_what_was_appended(model: PreTrainedModel) -> None:
     cache = PolicyCache(FASTKV)
     with torch.no_grad(), cache.attached(model):
-        model(prompt(60), past_key_values=cache)
+        model(prompt(60), cache=cache)
         before = [layer.positions for layer in cache.layers]
-        logits = model(prompt(3, seed=5), past_key_values=cache).logits
+        logits = model(prompt(3, seed=5), cache=cache).logits
         cache.crop(-3)
         assert cache.get_seq_length() == 60
         for layer, positions in zip(cache.layers, before, strict=True):
             assert torch.equal(layer.positions, positions)
-        again = model(prompt(3, seed=5), past_key_values=cache).logits
+        again = model(prompt(3, seed=5), cache=cache).logits
         assert torch.equal(again, logits)
         with pytest.raises(ValueError, match="only 3 tokens were appended"):
             cache.crop(-4)
@@ -308,7 +305,7 @@ def test_report_counts_tokens_and_bytes(model: PreTrainedModel) -> None:
     cache = PolicyCache(SnapKV(0.2))
     assert cache.report().total.share == 0
     with torch.no_grad(), cache.attached(model):
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
     report = cache.report()
     assert len(report.layers) == 4
     for layer in (*report.layers, report.total):
@@ -336,14 +333,14 @@ def chunk_with_padding_inside(model: PreTrainedModel, cache: Any, **kwargs: Any)
     whole = torch.cat([mask, added_mask], dim=1)
     positions = (whole.cumsum(1) - 1).clamp(min=0)
     first = {"attention_mask": mask, "position_ids": positions[:, :20]}
-    model(ids, past_key_values=cache, **first)
+    model(ids, cache=cache, **first)
     if isinstance(cache, PolicyCache) and kwargs.pop("turn", True):
         cache.start_turn()
     output = model(
         added,
         attention_mask=whole,
         position_ids=positions[:, 20:],
-        past_key_values=cache,
+        cache=cache,
         output_hidden_states=True,
     )
     return torch.cat([output.logits, *output.hidden_states], dim=-1)
@@ -368,14 +365,14 @@ def test_crop_through_a_chunk_with_padding_inside(model: PreTrainedModel) -> Non
     ids, mask = torch.cat([prompt(10), prompt(10, 1)]), torch.ones(2, 10, dtype=torch.int64)
     whole = torch.cat([mask, torch.tensor([[1, 1, 1], [1, 0, 1]])], dim=1)
     with cache.attached(model):
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
         chunk = torch.tensor([[3, 4, 5]] * 2)
-        model(chunk, attention_mask=whole, past_key_values=cache)
+        model(chunk, attention_mask=whole, cache=cache)
         cache.crop(-2)
         assert cache.seen_lengths == (11, 11)
         assert cache.layers[0].positions[1, 0].tolist() == list(range(11))
         logits = model(
-            torch.tensor([[7], [7]]), past_key_values=cache, attention_mask=torch.ones(2, 12)
+            torch.tensor([[7], [7]]), cache=cache, attention_mask=torch.ones(2, 12)
         ).logits
     alone = model(torch.cat([ids[1:], torch.tensor([[3, 7]])], dim=1)).logits
     torch.testing.assert_close(logits[1, -1], alone[0, -1], atol=1e-4, rtol=0)
@@ -391,16 +388,16 @@ def test_a_padded_loop_without_position_ids_gives_each_row_its_own(model: PreTra
         left_padded(added),
     )
     with cache.attached(model):
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
         cache.start_turn()
         whole = torch.cat([mask, more_mask], dim=1)
-        logits = model(more, attention_mask=whole, past_key_values=cache).logits[:, -1]
+        logits = model(more, attention_mask=whole, cache=cache).logits[:, -1]
     for row in range(2):
         alone = PolicyCache(FASTKV)
         with alone.attached(model):
-            model(torch.tensor([rows[row]]), past_key_values=alone)
+            model(torch.tensor([rows[row]]), cache=alone)
             alone.start_turn()
-            expected = model(torch.tensor([added[row]]), past_key_values=alone).logits[:, -1]
+            expected = model(torch.tensor([added[row]]), cache=alone).logits[:, -1]
         torch.testing.assert_close(logits[row : row + 1], expected, atol=1e-4, rtol=0)
 
 
@@ -420,18 +417,18 @@ def test_the_cache_after_a_forward_that_failed_inside_the_block(
     for fails in (False, True):
         cache = PolicyCache(SnapKV(retention_tokens=12))
         with cache.attached(model):
-            model(prompt(40), past_key_values=cache)
-            model(prompt(3, 2), past_key_values=cache)
+            model(prompt(40), cache=cache)
+            model(prompt(3, 2), cache=cache)
             if fails:
                 handle = model.model.layers[2].register_forward_pre_hook(interrupt)
                 with pytest.raises(Interrupted):
-                    model(prompt(1, 4), past_key_values=cache)
+                    model(prompt(1, 4), cache=cache)
                 handle.remove()
             if operation == "crop":
                 cache.crop(-2)
             elif operation != "nothing":
                 getattr(cache, operation)()
-            results.append(model(prompt(20, 5), past_key_values=cache).logits)
+            results.append(model(prompt(20, 5), cache=cache).logits)
             results.append(torch.stack([layer.positions for layer in cache.layers]))
             results.append(torch.stack([layer.keys for layer in cache.layers]))
     for before, after in zip(results[:3], results[3:], strict=True):
@@ -447,7 +444,7 @@ def test_report_after_a_first_forward_that_failed(model: PreTrainedModel) -> Non
     with cache.attached(model):
         handle = model.model.layers[2].register_forward_pre_hook(interrupt)
         with pytest.raises(Interrupted):
-            model(prompt(40), past_key_values=cache)
+            model(prompt(40), cache=cache)
         handle.remove()
         assert cache.report().total.held_bytes == 0
 
@@ -456,10 +453,10 @@ def test_report_after_a_first_forward_that_failed(model: PreTrainedModel) -> Non
 def test_a_generate_that_is_refused_starts_no_turn(model: PreTrainedModel) -> None:
     cache = PolicyCache(SnapKV(retention_tokens=12))
     with cache.attached(model):
-        model(prompt(40), past_key_values=cache)
+        model(prompt(40), cache=cache)
         with pytest.raises(ValueError, match="not_an_argument"):
-            model.generate(prompt(60), past_key_values=cache, not_an_argument=1)
-        model(prompt(1, 3), past_key_values=cache)
+            model.generate(prompt(60), cache=cache, not_an_argument=1)
+        model(prompt(1, 3), cache=cache)
     assert [layer.kept_len for layer in cache.layers] == [13] * 4
 
 
@@ -467,7 +464,7 @@ def test_a_refused_generate_binds_the_cache_to_nothing(model: PreTrainedModel) -
     cache = PolicyCache(FASTKV)
     with pytest.raises(ValueError, match="not_an_argument"):
         tiny_model("llama", seed=0, num_layers=2).generate(
-            prompt(60), past_key_values=cache, not_an_argument=1
+            prompt(60), cache=cache, not_an_argument=1
         )
     assert len(tokens_of(model, prompt(60), cache)[0]) == 7
 
@@ -479,9 +476,9 @@ def test_the_attention_implementation_may_change_between_forwards() -> None:
         other = tiny_model("llama", seed=1)
         cache = PolicyCache(SnapKV(retention_tokens=12))
         with cache.attached(other):
-            other(prompt(40), past_key_values=cache)
+            other(prompt(40), cache=cache)
             other.set_attn_implementation(implementation)
-            logits.append(other(prompt(5, 3), past_key_values=cache).logits)
+            logits.append(other(prompt(5, 3), cache=cache).logits)
     torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
 
 
@@ -490,7 +487,7 @@ def test_the_attention_implementation_may_change_between_forwards() -> None:
 def test_a_copy_goes_its_own_way(model: PreTrainedModel, attached: bool) -> None:
     cache = PolicyCache(FASTKV)
     with cache.attached(model):
-        model(prompt(60), past_key_values=cache)
+        model(prompt(60), cache=cache)
         if attached:
             fork = copy.deepcopy(cache)
             assert copy.deepcopy(model).config is not model.config
@@ -539,9 +536,9 @@ def test_threads_share_a_model(model: PreTrainedModel) -> None:
 def test_a_base_model_without_its_head(model: PreTrainedModel) -> None:
     cache, whole = PolicyCache(FASTKV), PolicyCache(FASTKV)
     with torch.no_grad(), cache.attached(model.model):
-        hidden = model.model(prompt(60), past_key_values=cache, return_dict=False)[0]
+        hidden = model.model(prompt(60), cache=cache, return_dict=False)[0]
     with torch.no_grad(), whole.attached(model):
-        logits = model(prompt(60), past_key_values=whole).logits
+        logits = model(prompt(60), cache=whole).logits
     assert hidden.shape[1] == 30
     assert torch.equal(model.lm_head(hidden), logits)
 
@@ -549,8 +546,8 @@ def test_a_base_model_without_its_head(model: PreTrainedModel) -> None:
 def test_memory_after_crop_is_that_of_what_is_left(model: PreTrainedModel) -> None:
     cache = PolicyCache(FullContext())
     with torch.no_grad(), cache.attached(model):
-        model(prompt(40), past_key_values=cache)
-        model(prompt(6, 2), past_key_values=cache)
+        model(prompt(40), cache=cache)
+        model(prompt(6, 2), cache=cache)
         cache.crop(-3)
     assert cache.report().total.share == 1.0
 
@@ -564,9 +561,9 @@ def test_autocast_does_not_round_the_scores(half: bool) -> None:
     for seed in range(6):
         plain, cast = PolicyCache(SnapKV(0.3)), PolicyCache(SnapKV(0.3))
         with plain.attached(other):
-            other(prompt(120, seed), past_key_values=plain)
+            other(prompt(120, seed), cache=plain)
         with torch.autocast("cpu", torch.bfloat16), cast.attached(other):
-            other(prompt(120, seed), past_key_values=cast)
+            other(prompt(120, seed), cache=cast)
         for one, two in zip(plain.layers, cast.layers, strict=True):
             assert one.kept_len == two.kept_len == 36
             if half:  # a float32 model computes other keys under autocast
@@ -585,7 +582,7 @@ def half_done(model: PreTrainedModel, cache: PolicyCache, ids: Tensor, error: An
 
     handle = model.model.layers[2].register_forward_pre_hook(fail)
     with pytest.raises(error):
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     handle.remove()
 
 
@@ -597,16 +594,16 @@ def test_a_copy_after_a_failed_forward_is_that_of_before(
 ) -> None:
     cache = PolicyCache(SnapKV(0.3))
     with cache.attached(model):
-        model(prompt(40), past_key_values=cache)
+        model(prompt(40), cache=cache)
         cache.start_turn()
         half_done(model, cache, prompt(20, 2), error)
         other = fork(cache)
         assert [layer.kept_len for layer in other.layers] == [12] * 4
-        expected = model(prompt(1, 3), past_key_values=cache).logits
+        expected = model(prompt(1, 3), cache=cache).logits
         got_len = cache.get_seq_length()
     with other.attached(model):
         other.start_turn()
-        assert torch.equal(model(prompt(1, 3), past_key_values=other).logits, expected)
+        assert torch.equal(model(prompt(1, 3), cache=other).logits, expected)
     assert other.get_seq_length() == got_len
 
 
@@ -615,13 +612,13 @@ def test_a_shallow_copy_goes_its_own_way_too(model: PreTrainedModel) -> None:
     cache, alone = PolicyCache(SnapKV(0.3)), PolicyCache(SnapKV(0.3))
     for each in (cache, alone):
         with each.attached(model):
-            model(prompt(40), past_key_values=each)
+            model(prompt(40), cache=each)
     fork = copy.copy(cache)
     with fork.attached(model):
-        model(prompt(3, 2), past_key_values=fork)
+        model(prompt(3, 2), cache=fork)
     with cache.attached(model), alone.attached(model):
-        got = model(prompt(1, 3), past_key_values=cache).logits
-        assert torch.equal(got, model(prompt(1, 3), past_key_values=alone).logits)
+        got = model(prompt(1, 3), cache=cache).logits
+        assert torch.equal(got, model(prompt(1, 3), cache=alone).logits)
 
 
 @torch.no_grad()
@@ -630,7 +627,7 @@ def test_after_an_error_the_cache_shows_what_was_before(model: PreTrainedModel) 
     with cache.attached(model):
         half_done(model, cache, prompt(40), RuntimeError)
         assert [layer.kept_len for layer in cache.layers] == [0] * 4
-        model(prompt(40), past_key_values=cache)
+        model(prompt(40), cache=cache)
         sizes, report = cache.get_mask_sizes(1, 0), str(cache.report())
         cache.start_turn()
         half_done(model, cache, prompt(20, 2), RuntimeError)
@@ -647,8 +644,8 @@ def test_hidden_states_before_a_drop_are_in_the_columns_order(model: PreTrainedM
     dropping, keeping = PolicyCache(FASTKV), PolicyCache(FullContext())
     with dropping.attached(model), keeping.attached(model):
         inputs = {"attention_mask": mask, "position_ids": positions, "output_hidden_states": True}
-        got = model(ids, past_key_values=dropping, **inputs)
-        plain = model.model(ids, past_key_values=keeping, return_dict=False, **inputs)
+        got = model(ids, cache=dropping, **inputs)
+        plain = model.model(ids, cache=keeping, return_dict=False, **inputs)
     real = mask.bool()
     for index in range(3):  # up to the output of the TSP layer's predecessor, and its input
         want = expected.hidden_states[index][real]
@@ -679,7 +676,7 @@ def test_passing_everything_by_name_drops_nothing(model: PreTrainedModel) -> Non
     ids, mask = torch.cat([prompt(20), prompt(20, 1)]), torch.ones(2, 20, dtype=torch.int64)
     mask[1, 5:9] = 0
     with cache.attached(model):
-        logits = model(ids, attention_mask=mask, past_key_values=cache).logits
+        logits = model(ids, attention_mask=mask, cache=cache).logits
     assert cache.propagated == {}
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     expected = model(ids, attention_mask=mask, position_ids=positions).logits
@@ -695,5 +692,5 @@ def test_a_copy_of_an_attached_model_is_attached_to_nothing(model: PreTrainedMod
     assert tokens_of(copied, prompt(60), PolicyCache(FASTKV)) == expected
     assert type(copied.model.layers[0].self_attn.config) is type(model.config)
     with cache.attached(copied):
-        logits = copied(prompt(60), past_key_values=cache).logits
+        logits = copied(prompt(60), cache=cache).logits
     assert int(logits[0, -1].argmax()) == expected[0][0]

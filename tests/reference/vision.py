@@ -379,7 +379,7 @@ def _run_layer(
             attention_mask=torch.where(visible, 0.0, lowest)[None],
             position_embeddings=row.decoder.rotary_emb(hidden[None], positions, *arguments),
             position_ids=None,
-            past_key_values=None,
+            cache=None,
         )
     finally:
         handle.remove()

@@ -82,7 +82,7 @@ def situation(name: str, num_layers: int) -> tuple[Counter[Call], int]:
     policy = _policy("SnapKV" if "SnapKV" in name else "FastKV", num_layers)
 
     def read(cache: PolicyCache, given: Tensor) -> object:
-        return model(given, past_key_values=cache, logits_to_keep=1)
+        return model(given, cache=cache, logits_to_keep=1)
 
     for _ in range(2):  # what is found once for a model is not counted
         with PolicyCache(policy).attached(model) as cache:

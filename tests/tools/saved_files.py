@@ -57,7 +57,7 @@ def answer(model: PreTrainedModel, cache: PolicyCache, ids: Tensor, count: int) 
     found: Tensor = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        cache=cache,
         max_new_tokens=count,
         do_sample=False,
     )

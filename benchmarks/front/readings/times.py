@@ -63,7 +63,7 @@ def contenders(
         assert policy is not None
         cache = PolicyCache(policy)
         with cache.attached(model), torch.no_grad():
-            return seconds(lambda: model(ids, past_key_values=cache, logits_to_keep=1))
+            return seconds(lambda: model(ids, cache=cache, logits_to_keep=1))
 
     def chosen(name: str) -> float:
         if name in LIBRARY:

@@ -51,7 +51,7 @@ def last_state(model: PreTrainedModel, ids: Tensor, layer: int | None, rate: flo
     )
     cache = PolicyCache(CachePolicy(scorer, KeepAllSelector(), drop))
     with cache.attached(model):
-        output = model.get_decoder()(ids[None], past_key_values=cache)
+        output = model.get_decoder()(ids[None], cache=cache)
     return output.last_hidden_state[0, -1].double()
 
 

@@ -10,6 +10,7 @@ from kvpolicy.evaluation.needle import load_tokenizer
 from kvpolicy.integrations.transformers.checking import ModelCheck
 from kvpolicy.integrations.transformers.model.check import Finding, ModelQuirks, Verdict
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.registry import registered
 from tests.integrations.model.builds.catalogue import builds
 
@@ -128,7 +129,7 @@ SAID = {
     "deepseek_v4": ("snapkv", "holds compressed tokens, several to an entry"),
     "falcon_mamba": ("snapkv", "some layer must hold keys and values, but all of them hold a"),
     "hrm_text": ("snapkv", "model must run each of its layers once for a token"),
-    "openai-gpt": ("snapkv", "model must take past_key_values"),
+    "openai-gpt": ("snapkv", f"model must take {CACHE}"),
     "recurrent_gemma": ("snapkv", "every recurrent layer must hold its state in the cache"),
     "unlimited_ocr": ("snapkv", "every layer must see the tokens of an answer as it sees those"),
 }

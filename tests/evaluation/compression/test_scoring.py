@@ -87,7 +87,7 @@ def slow_products(model: PreTrainedModel, layer: int, kernel_size: int) -> list[
     hook = module.register_forward_hook(lambda _, __, output: seen.append(output))
     cache = DynamicCache()
     with torch.no_grad():
-        model(torch.tensor([PROMPT]), past_key_values=cache)
+        model(torch.tensor([PROMPT]), cache=cache)
     hook.remove()
     theta = config.rope_parameters["rope_theta"]
     heads = seen[0][0, -1].view(-1, width)

@@ -188,7 +188,7 @@ def test_the_cache_keeps_as_many_tokens_in_windows(family: str) -> None:
     model = FAMILIES[family].build(seed=4)
     cache = PolicyCache(SnapKV(0.25))
     with torch.no_grad(), cache.attached(model):
-        model(torch.tensor([random_tokens(6, 200)]), past_key_values=cache)
+        model(torch.tensor([random_tokens(6, 200)]), cache=cache)
     held = cache.report()
     shape = shape_of(model.config)
     assert len({layer.window for layer in shape.layers}) == 2
@@ -291,7 +291,7 @@ def test_torch_counts_as_much_in_linear_layers(
     def linear_flops() -> int:
         cache = PolicyCache(policy)
         with torch.no_grad(), cache.attached(model), FlopCounterMode(display=False) as counter:
-            model(prompt, past_key_values=cache, logits_to_keep=1)
+            model(prompt, cache=cache, logits_to_keep=1)
         return int(counter.get_flop_counts()["Global"][torch.ops.aten.mm])
 
     found = estimate(policy, shape_of(model.config), 200)
@@ -334,7 +334,7 @@ def test_the_cache_holds_as_many_bytes(policy: CachePolicy, dtype: torch.dtype) 
     model = tiny_model("mistral", seed=4).to(dtype)
     cache = PolicyCache(policy)
     with torch.no_grad(), cache.attached(model):
-        model(torch.tensor([random_tokens(6, 200)]), past_key_values=cache)
+        model(torch.tensor([random_tokens(6, 200)]), cache=cache)
     held = cache.report()
     found = estimate(policy, shape_of(model.config), 200, dtype=dtype)
     assert found.kv_bytes == held.total.held_bytes
@@ -348,7 +348,7 @@ def test_the_cache_holds_nearly_as_many_bytes_under_pyramid_infer() -> None:
     policy = PyramidInfer(decay_ratio=0.3, min_context=0)
     cache = PolicyCache(policy)
     with torch.no_grad(), cache.attached(model):
-        model(torch.tensor([random_tokens(6, 400)]), past_key_values=cache)
+        model(torch.tensor([random_tokens(6, 400)]), cache=cache)
     found = estimate(policy, shape_of(model.config), 400, dtype=torch.float32)
     assert found.kv_bytes == pytest.approx(cache.report().total.held_bytes, rel=0.01)
     assert found.kv_share < 0.9

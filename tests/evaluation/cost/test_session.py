@@ -69,9 +69,7 @@ def run(family: str, policy: CachePolicy, chunk: int | None) -> tuple[int, int]:
     handle = model.register_forward_hook(note)
     try:
         with LiveBytes([*model.parameters(), *model.buffers()]) as live:
-            model.generate(
-                ids, past_key_values=cache, max_new_tokens=ANSWER, do_sample=False, **chunks
-            )
+            model.generate(ids, cache=cache, max_new_tokens=ANSWER, do_sample=False, **chunks)
     finally:
         handle.remove()
     return live.peak, kept[0]

@@ -70,7 +70,7 @@ def test_caches_hold_what_was_counted(name: str) -> None:
     for policy in (FullContext(), SnapKV(0.25, window_size=4)):
         cache = PolicyCache(policy)
         with torch.no_grad(), cache.attached(model):
-            model(input_ids=torch.arange(5, 45)[None], past_key_values=cache)
+            model(input_ids=torch.arange(5, 45)[None], cache=cache)
         found, held = estimate(policy, shape, 40, dtype=torch.float32), cache.report().total
         assert (found.kv_bytes, found.full_kv_bytes) == (held.held_bytes, held.full_bytes)
 

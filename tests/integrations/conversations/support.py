@@ -175,14 +175,14 @@ class ByHand:
         with cache.attached(self.model):
             cache.start_turn()
             fed = torch.tensor([self.ids[cache.get_seq_length() :]])
-            logits = self.model(fed, past_key_values=cache).logits
+            logits = self.model(fed, cache=cache).logits
             self.lasting = (len(self.ids), copy.copy(cache))
             if tail:
-                logits = self.model(torch.tensor([tail]), past_key_values=cache).logits
+                logits = self.model(torch.tensor([tail]), cache=cache).logits
             for step in range(len(says)):
                 if answer:
                     last = torch.tensor([answer[-1:]])
-                    logits = self.model(last, past_key_values=cache).logits
+                    logits = self.model(last, cache=cache).logits
                 answer.append(int(scripted(logits[:, -1], says, step).argmax()))
         return answer
 

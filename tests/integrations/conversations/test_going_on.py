@@ -18,6 +18,7 @@ from kvpolicy.integrations.transformers import (
     PolicyCache,
     RereadingWarning,
 )
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from kvpolicy.policy import CachePolicy
 from tests.integrations.hybrids.models import hybrid
@@ -344,7 +345,7 @@ ALTERNATING = (
     ("changes", "error", "message"),
     [
         ({"model": None}, TypeError, r"model must be a torch\.nn\.Module, got NoneType"),
-        ({"model": nn.Linear(2, 2)}, UnsupportedModelError, "must take past_key_values"),
+        ({"model": nn.Linear(2, 2)}, UnsupportedModelError, f"must take {CACHE}"),
         ({"tokenizer": None}, TypeError, "tokenizer must be a tokenizer or processor"),
         ({"tokenizer": "gpt2"}, TypeError, "tokenizer must be .* got 'gpt2'"),
         ({"tokenizer": chatter(None)}, ValueError, "tokenizer must have a chat_template"),

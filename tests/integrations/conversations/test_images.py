@@ -82,7 +82,7 @@ class Whole:
         model = model_of(self.name)
         last = None if self.cache is None else 1
         inputs = model_inputs(family, [self.parts], last=last)
-        output = model.generate(**inputs, past_key_values=self.cache, max_new_tokens=ANSWER)
+        output = model.generate(**inputs, cache=self.cache, max_new_tokens=ANSWER)
         answer = output[0, inputs["input_ids"].shape[1] :].tolist()
         self.parts.append(answer)
         return str(tokenizer.decode(answer, skip_special_tokens=True))

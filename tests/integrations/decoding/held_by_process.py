@@ -72,7 +72,7 @@ def main(name: str, fixed: bool, steps: int) -> None:
     def answer(count: int) -> None:
         cache = PolicyCache(policy_of(name), max_new_tokens=count if fixed else None)
         prompt = torch.arange(1, 65)[None]
-        model.generate(prompt, past_key_values=cache, max_new_tokens=count, do_sample=False)
+        model.generate(prompt, cache=cache, max_new_tokens=count, do_sample=False)
 
     answer(8)  # what the first call brings along, such as code, is not the answer's
     assert reset_peak()

@@ -67,12 +67,12 @@ def read(
     reading = Reading(cache, torch.empty(0))
     found = []
     with cache.attached(model):
-        call(ids, attention_mask=mask, past_key_values=cache)
+        call(ids, attention_mask=mask, cache=cache)
         reading.kept[0] = held(cache, len(rows))
         most = [layer.kept_len for layer in cache.layers]
         for step in range(forced.shape[1]):
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-            output = call(forced[:, step : step + 1], attention_mask=mask, past_key_values=cache)
+            output = call(forced[:, step : step + 1], attention_mask=mask, cache=cache)
             found.append(output.logits[:, -1])
             most = [max(a, layer.kept_len) for a, layer in zip(most, cache.layers, strict=True)]
             if cache._reader.tokens is not None and not cache._reader.tokens.appended.shape[1]:

@@ -127,7 +127,7 @@ def test_index_keys_stay_with_their_tokens(name: str, rule: str) -> None:
     for row, prompt in enumerate(rows):
         own = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(torch.tensor([prompt + answer[row].tolist()]), past_key_values=own)
+            model(torch.tensor([prompt + answer[row].tolist()]), cache=own)
         full = own.layers[0]
         want = (full.idx_keys[:, 0] if name in BLOCKS else full.indexer_keys)[0]
         assert layer.positions is not None
@@ -148,12 +148,12 @@ def test_rows_with_padding_among_their_answers(name: str, rule: str) -> None:
     kept: list[dict[int, Kept]] = [{}, {}]
     read_of = [0, 0]
     with cache.attached(model):
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
         kept[0][0] = kept[1][0] = held(cache, 2)
         for step, gap in enumerate(gaps):
             mask = torch.cat([mask, torch.tensor([[1], [1 - gap]])], dim=1)
             column = answer[:, step : step + 1]
-            found.append(model(column, attention_mask=mask, past_key_values=cache).logits[:, -1])
+            found.append(model(column, attention_mask=mask, cache=cache).logits[:, -1])
             read_of = [read_of[0] + 1, read_of[1] + 1 - gap]
             if not cache._reader.tokens.appended.shape[1]:
                 for row in range(2):

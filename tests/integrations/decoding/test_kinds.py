@@ -87,5 +87,5 @@ def test_rules_of_queries_where_attention_shows_none() -> None:
     assert cache.get_seq_length() == 0
     free = PolicyCache(KeyNorm(retention_tokens=12))
     with torch.no_grad(), free.attached(model):
-        model(input_ids=torch.arange(5, 45)[None], past_key_values=free)
+        model(input_ids=torch.arange(5, 45)[None], cache=free)
     assert free.get_seq_length() == 40

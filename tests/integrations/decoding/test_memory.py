@@ -57,7 +57,7 @@ def test_layers_hold_no_more_than_the_bound(name: str, fixed: bool) -> None:
     watch, model = Watch(cache), wide_model()
     given = {"max_new_tokens": 260, "do_sample": False, "streamer": watch}
     with torch.no_grad():
-        model.generate(torch.arange(1, 65)[None], past_key_values=cache, **given)
+        model.generate(torch.arange(1, 65)[None], cache=cache, **given)
     assert policy.decoding is not None
     every = policy.decoding.every
     assert BUDGET <= watch.most <= BUDGET + every

@@ -77,7 +77,7 @@ def rows_of(seed: int, counts: Sequence[int]) -> list[list[int]]:
 def read_document(model: PreTrainedModel, policy: CachePolicy, **how: Any) -> PolicyCache:
     cache, call = PolicyCache(policy, **how), model
     with torch.no_grad(), cache.attached(model):
-        call(input_ids=torch.tensor([DOCUMENT]), past_key_values=cache)
+        call(input_ids=torch.tensor([DOCUMENT]), cache=cache)
     return cache
 
 
@@ -92,7 +92,7 @@ def go_on(model: Any, cache: PolicyCache, forwards: Sequence[list[list[int]]]) -
         for rows in forwards:
             ids, new = padded(rows)
             mask = torch.cat([mask, new], dim=1)
-            output = model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+            output = model(input_ids=ids, attention_mask=mask, cache=cache)
             kept = held(cache, batch)
             for row, tokens in enumerate(rows):
                 if tokens:

@@ -46,7 +46,7 @@ def go_on(model: Any, cache: PolicyCache, forced: Tensor) -> Tensor:
     with cache.attached(model):
         for column in forced.T:
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-            output = model(column[:, None], attention_mask=mask, past_key_values=cache)
+            output = model(column[:, None], attention_mask=mask, cache=cache)
             found.append(output.logits[:, -1])
     return torch.stack(found, dim=1)
 
@@ -60,7 +60,7 @@ def test_sums_go_on_over_turns(model: Any) -> None:
         cache = read(model, bounded(H2O, 500, every), ROWS[:1], forced).cache
         cache.start_turn()
         with cache.attached(model), torch.no_grad():
-            model(question, past_key_values=cache)
+            model(question, cache=cache)
         go_on(model, cache, answer(10, seed=8, rows=1))
         return [each for layer in cache.layers if (each := layer.observed.carried) is not None]
 
@@ -82,7 +82,7 @@ def test_other_storages_choose_the_same_number(model: PreTrainedModel, storage: 
 def test_drafts_are_refused_by_name(model: Any) -> None:
     cache = PolicyCache(bounded(SnapKV))
     with pytest.raises(UnsupportedGenerationError, match="evicts while it decodes"):
-        model.generate(torch.tensor([ROWS[0]]), past_key_values=cache, prompt_lookup_num_tokens=3)
+        model.generate(torch.tensor([ROWS[0]]), cache=cache, prompt_lookup_num_tokens=3)
 
 
 def test_the_bound_holds_in_bytes(model: PreTrainedModel) -> None:

@@ -22,7 +22,7 @@ def model() -> PreTrainedModel:
 
 def generate(model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor, **how: Any) -> Any:
     return model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5, do_sample=False, **how
+        ids, attention_mask=mask, cache=cache, max_new_tokens=5, do_sample=False, **how
     )
 
 
@@ -98,7 +98,7 @@ def test_by_hand_and_in_chunks(model: PreTrainedModel, named: bool) -> None:
             output = model(
                 ids[:, start:end],
                 attention_mask=mask[:, :end],
-                past_key_values=cache,
+                cache=cache,
                 output_attentions=True,
                 return_dict=named,
             )

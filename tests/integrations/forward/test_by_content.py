@@ -103,7 +103,7 @@ def test_all_may_go_on() -> None:
     model = tiny_model("llama", seed=3)
     cache = PolicyCache(policy_of(mass=1.0))
     with torch.no_grad(), cache.attached(model):
-        model(torch.tensor([random_tokens(0, 40)]), past_key_values=cache)
+        model(torch.tensor([random_tokens(0, 40)]), cache=cache)
     assert all(len(each[0]) == 40 for each in cache.propagated.values())
 
 

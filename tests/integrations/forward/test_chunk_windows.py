@@ -139,7 +139,7 @@ def read(
     output: Any = None
     for start in ends:
         chunk = ids[:, start : min(start + ends.step, ends.stop)]
-        output = model(chunk, past_key_values=store, **how)
+        output = model(chunk, cache=store, **how)
     return output.logits[:, -1]
 
 
@@ -220,7 +220,7 @@ def test_memory_does_not_grow_with_the_prompt() -> None:
             store.start_turn(prompt_len=length)
             for stop in range(20, length, 20):
                 chunk = ids[:, stop - 20 : stop]
-                model(chunk, attention_mask=mask[:, :stop], past_key_values=store)
+                model(chunk, attention_mask=mask[:, :stop], cache=store)
                 assert max(layer.capacity for layer in store.layers) <= WINDOW
             assert store._reader.chunks is not None
             sums = sum(each.nbytes for each in store._reader.chunks.carried.values())
@@ -335,5 +335,5 @@ def test_what_a_turn_before_kept_is_held_once(name: str) -> None:
         store.start_turn(prompt_len=40)
         kept = [weakref.ref(layer.contents.held.keys) for layer in store.layers[:2]]
         with torch.no_grad():
-            model(PROMPT[:, 40:60], past_key_values=store)
+            model(PROMPT[:, 40:60], cache=store)
         assert [each() for each in kept] == [None, None]

@@ -189,7 +189,7 @@ def one_turn(
     output: Any = model.generate(
         ids,
         attention_mask=mask,
-        past_key_values=PolicyCache(policy),
+        cache=PolicyCache(policy),
         max_new_tokens=4,
         do_sample=False,
         prefill_chunk_size=chunk,
@@ -207,9 +207,7 @@ def generate(
     model: PreTrainedModel, cache: PolicyCache, ids: Tensor = PROMPT, **how: Any
 ) -> Tensor:
     options = {"max_new_tokens": 6, "do_sample": False, **how}
-    found: Any = model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options
-    )
+    found: Any = model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, **options)
     return found if isinstance(found, Tensor) else found.sequences
 
 
@@ -220,16 +218,16 @@ def test_by_hand(name: str) -> None:
     model, policy = model_of("llama"), DROPPING[name]
     whole, chunked = PolicyCache(policy), PolicyCache(policy)
     with whole.attached(model):
-        want = model(PROMPT, past_key_values=whole).logits
+        want = model(PROMPT, cache=whole).logits
     with chunked.attached(model):
         chunked.start_turn(prompt_len=50)
         for start in (0, 20):
             before = [layer.kept_len for layer in chunked.layers]
-            chunk = model(PROMPT[:, start : start + 20], past_key_values=chunked)
+            chunk = model(PROMPT[:, start : start + 20], cache=chunked)
             assert chunk.logits.shape == (1, 0, model.config.vocab_size)
             grown = {layer.kept_len - b for layer, b in zip(chunked.layers, before, strict=True)}
             assert grown <= {20, 0}
-        found = model(PROMPT[:, 40:], past_key_values=chunked).logits
+        found = model(PROMPT[:, 40:], cache=chunked).logits
     assert 1 <= found.shape[1] <= 10
     assert (found - want[:, -found.shape[1] :]).abs().max() < TOLERANCE
     assert chunked.get_seq_length() == 50
@@ -270,11 +268,11 @@ def test_what_a_later_chunk_asks_for_is_refused_as_well(asked: str) -> None:
     model, cache = model_of("llama", "eager"), PolicyCache(DROPPING["fastkv"])
     with cache.attached(model):
         cache.start_turn(prompt_len=50)
-        model(PROMPT[:, :20], past_key_values=cache)
+        model(PROMPT[:, :20], cache=cache)
         for stop in (40, 50):
             with pytest.raises(UnsupportedGenerationError, match=asked):
-                model(PROMPT[:, 20:stop], past_key_values=cache, **{asked: True})
-        output = model(PROMPT[:, 20:], past_key_values=cache)
+                model(PROMPT[:, 20:stop], cache=cache, **{asked: True})
+        output = model(PROMPT[:, 20:], cache=cache)
     want = read_by_hand(DROPPING["fastkv"], 50, embeddings=False)[:, 0]
     assert (output.logits[:, -1] - want).abs().max() < TOLERANCE
 
@@ -306,10 +304,10 @@ def two_turns_by_hand(
             borders = [0, *(end for end in ends if end < ids.shape[1]), ids.shape[1]]
             for start, stop in itertools.pairwise(borders):
                 given = torch.cat([seen, mask[:, :stop]], dim=1)
-                output = model(ids[:, start:stop], attention_mask=given, past_key_values=cache)
+                output = model(ids[:, start:stop], attention_mask=given, cache=cache)
             logits.append(output.logits[:, -1])
             seen = torch.cat([seen, mask, torch.ones(2, 1, dtype=torch.int64)], dim=1)
-            output = model(torch.tensor([[5], [6]]), attention_mask=seen, past_key_values=cache)
+            output = model(torch.tensor([[5], [6]]), attention_mask=seen, cache=cache)
             logits.append(output.logits[:, -1])
     return torch.stack(logits), [layer.positions for layer in cache.layers]
 
@@ -319,7 +317,7 @@ def test_nothing_is_taken_back_or_reordered_in_between() -> None:
     model, cache = model_of("llama"), PolicyCache(DROPPING["fastkv"])
     with cache.attached(model):
         cache.start_turn(prompt_len=50)
-        model(PROMPT[:, :30], past_key_values=cache)
+        model(PROMPT[:, :30], cache=cache)
         with pytest.raises(ValueError, match="while a prompt is read in chunks"):
             cache.crop(-1)
         with pytest.raises(ValueError, match="while a prompt is read in chunks"):
@@ -339,7 +337,7 @@ def read_by_hand(policy: CachePolicy, chunk: int, embeddings: bool) -> Tensor:
                 if embeddings
                 else {"input_ids": ids}
             )
-            output: Any = model(**given, past_key_values=cache)
+            output: Any = model(**given, cache=cache)
             found.append(output.logits[:, -1:])
     return torch.cat(found[-2:], dim=1)
 
@@ -365,12 +363,12 @@ def test_chunks_of_ids_and_of_embeddings_are_refused(name: str) -> None:
     model, cache = model_of("llama"), PolicyCache(DROPPING[name])
     with cache.attached(model):
         cache.start_turn(prompt_len=50)
-        model(PROMPT[:, :20], past_key_values=cache)
+        model(PROMPT[:, :20], cache=cache)
         embeds = model.get_input_embeddings()(PROMPT[:, 20:])
         for stop in (15, 30):
             with pytest.raises(UnsupportedGenerationError, match="input_ids or all inputs_embeds"):
-                model(inputs_embeds=embeds[:, :stop], past_key_values=cache)
-        output = model(PROMPT[:, 20:], past_key_values=cache)
+                model(inputs_embeds=embeds[:, :stop], cache=cache)
+        output = model(PROMPT[:, 20:], cache=cache)
     want = read_by_hand(DROPPING[name], 50, embeddings=False)[:, 0]
     assert (output.logits[:, -1] - want).abs().max() < TOLERANCE
 
@@ -387,7 +385,7 @@ def test_generate_cuts_no_embeddings(name: str, ids: Tensor | None) -> None:
         model.generate(
             ids,
             inputs_embeds=embeds,
-            past_key_values=cache,
+            cache=cache,
             prefill_chunk_size=13,
             max_new_tokens=2,
         )

@@ -100,10 +100,10 @@ def read_in_chunks(
     with cache.attached(model):
         cache.start_turn(prompt_len=50)
         for start in (0, 20):
-            model(PROMPT[:, start : start + 20], past_key_values=cache)
+            model(PROMPT[:, start : start + 20], cache=cache)
         chunks = cache._reader.chunks
         assert chunks is not None
-        logits = model(PROMPT[:, 40:], past_key_values=cache).logits
+        logits = model(PROMPT[:, 40:], cache=cache).logits
     return cache, logits, chunks.queries, chunks.carried
 
 
@@ -121,7 +121,7 @@ def test_sums_of_a_third_party_are_held_in_place_of_queries() -> None:
     assert (logits[:, -1] - expected[:, -1]).abs().max() < TOLERANCE
     whole = PolicyCache(policy_of(SquaredAttention()))
     with torch.no_grad(), whole.attached(model):
-        model(PROMPT, past_key_values=whole)
+        model(PROMPT, cache=whole)
     for own, other, wanted in zip(summing.layers, remembering.layers, whole.layers, strict=True):
         assert torch.equal(own.positions, wanted.positions)
         assert torch.equal(other.positions, wanted.positions)

@@ -48,13 +48,11 @@ def test_outputs_are_those_of_the_tokens_that_went_on(name: str) -> None:
     model, (ids, mask) = hybrid(name), padded(ROWS)
     cache = PolicyCache(POLICY)
     with torch.no_grad(), cache.attached(model):
-        output: Any = model(ids, attention_mask=mask, past_key_values=cache)
+        output: Any = model(ids, attention_mask=mask, cache=cache)
         head = model.get_output_embeddings()
         again = PolicyCache(POLICY)
         with again.attached(model):
-            states: Any = model(
-                ids, attention_mask=mask, past_key_values=again, output_hidden_states=True
-            )
+            states: Any = model(ids, attention_mask=mask, cache=again, output_hidden_states=True)
     (passed,) = cache.propagated.values()
     assert output.logits.shape[:2] == passed.shape == (2, 23)
     lengths = [each.shape[1] for each in states.hidden_states]

@@ -104,7 +104,7 @@ def decode(model: PreTrainedModel, store: PolicyCache, ids: Tensor, steps: int) 
     found = []
     with store.attached(model):
         for _ in range(1 + steps):
-            output = model(ids, past_key_values=store)
+            output = model(ids, cache=store)
             found.append(output.logits[:, -1])
             ids = found[-1].argmax(-1, keepdim=True)
     return torch.stack(found, dim=1)
@@ -215,7 +215,7 @@ def test_in_half_precision_turning_again_and_again_stays_near() -> None:
         for store, each in ((exact, model), (rounded, half)):
             store.start_turn()
             with store.attached(each):
-                each(prompt(5, seed=index), past_key_values=store)
+                each(prompt(5, seed=index), cache=store)
     want, found = exact.layers[0].keys, rounded.layers[0].keys
     assert found.dtype == torch.bfloat16
     assert (found.float() - want).abs().max() < 0.03 * want.abs().max()
@@ -294,7 +294,7 @@ def test_other_models(name: str, match: str) -> None:
     store = PolicyCache(STREAMING)
     ids = prompt(40) % 60
     with pytest.raises(UnsupportedModelError, match=match), store.attached(model):
-        model(ids, past_key_values=store)
+        model(ids, cache=store)
     assert store.get_seq_length() == 0
 
 
@@ -332,13 +332,13 @@ def test_positions_of_others() -> None:
     message = "position_ids must count each row's own tokens from 0 if StreamingLLM.*gapless.*"
     with store.attached(model):
         with pytest.raises(ValueError, match=message + "0 for a token of row 0, got 7"):
-            model(prompt(40), past_key_values=store, position_ids=at[:, 7:47])
-        model(prompt(40), past_key_values=store, position_ids=at[:, :40])
+            model(prompt(40), cache=store, position_ids=at[:, 7:47])
+        model(prompt(40), cache=store, position_ids=at[:, :40])
         for wrong in (39, 41):
             with pytest.raises(ValueError, match=f"{message}40 for a token of row 0, got {wrong}"):
-                model(prompt(1), past_key_values=store, position_ids=at[:, wrong : wrong + 1])
+                model(prompt(1), cache=store, position_ids=at[:, wrong : wrong + 1])
         fork = copy.deepcopy(store)
-        given = model(prompt(1), past_key_values=store, position_ids=at[:, 40:41]).logits
+        given = model(prompt(1), cache=store, position_ids=at[:, 40:41]).logits
     assert torch.equal(given[:, -1], decode(model, fork, prompt(1), 0)[:, 0])
 
 

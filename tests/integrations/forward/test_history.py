@@ -159,7 +159,7 @@ def read(model: PreTrainedModel, policy: CachePolicy, lens: tuple[int, ...] = (5
     ids, mask = left_padded([random_tokens(row, length) for row, length in enumerate(lens)])
     cache = PolicyCache(policy)
     with torch.no_grad(), cache.attached(model):
-        model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+        model(ids, attention_mask=mask, cache=cache, logits_to_keep=1)
 
 
 @attrs.frozen
@@ -202,7 +202,7 @@ def test_a_prompt_in_chunks(size: int) -> None:
     with torch.no_grad(), cache.attached(model):
         cache.start_turn(prompt_len=50)
         for start in range(0, 50, size):
-            model(ids[:, start : start + size], past_key_values=cache)
+            model(ids[:, start : start + size], cache=cache)
     check_history(scorer, [0, 1, 2, 3])
     assert all(context.new_len == 50 for context, _ in scorer.shown)
 
@@ -237,7 +237,7 @@ def test_only_as_many_as_asked_are_held_and_none_behind_the_forward() -> None:
     model, scorer = tiny_model("llama", seed=3, num_layers=6), Noting()
     cache = PolicyCache(CachePolicy(scorer, GQAGroupSelector(0.3), PassAllPropagation()))
     with torch.no_grad(), cache.attached(model):
-        model(torch.tensor([random_tokens(0, 50)]), past_key_values=cache)
+        model(torch.tensor([random_tokens(0, 50)]), cache=cache)
         assert cache._reader.run is None
     assert [len(context.layer.history) for context, _ in scorer.shown] == [0, 1, 2, 2, 2, 2]
 

@@ -34,7 +34,7 @@ def logits(name: str, rows: list[list[int | None]], policy: CachePolicy) -> Tens
         # As `generate` gives them: this outer model itself would count columns.
         places = (mask.cumsum(dim=1) - 1).clamp(min=0)
         said: Tensor = model(name)(
-            input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=held
+            input_ids=ids, attention_mask=mask, position_ids=places, cache=held
         ).logits
     return said[:, -1]
 

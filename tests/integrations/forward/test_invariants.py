@@ -62,7 +62,7 @@ def prompt(length: int, seed: int = 0) -> Tensor:
 def generate(model: PreTrainedModel, ids: Tensor, past: Any, **kwargs: Any) -> Any:
     return model.generate(
         ids,
-        past_key_values=past,
+        cache=past,
         max_new_tokens=kwargs.pop("max_new_tokens", 9),
         return_dict_in_generate=True,
         output_logits=True,
@@ -130,7 +130,7 @@ def test_bfloat16_decodes_as_from_the_kept_entries_of_a_full_cache(implementatio
     output = generate(model, ids, cache, do_sample=False)
 
     full = DynamicCache()
-    first = model(ids, past_key_values=full).logits[:, -1]
+    first = model(ids, cache=full).logits[:, -1]
     assert torch.equal(first.float(), output.logits[0])
     for held, layer in zip(full.layers, cache.layers, strict=True):
         index = layer.positions[:, :, : -(len(output.logits) - 1)]
@@ -140,9 +140,7 @@ def test_bfloat16_decodes_as_from_the_kept_entries_of_a_full_cache(implementatio
         assert index.shape[2] == 21
     for step, token in enumerate(output.sequences[0, 70:-1].tolist()):
         position = torch.tensor([[70 + step]])
-        logits = model(torch.tensor([[token]]), past_key_values=full, position_ids=position).logits[
-            :, -1
-        ]
+        logits = model(torch.tensor([[token]]), cache=full, position_ids=position).logits[:, -1]
         assert torch.equal(logits.float(), output.logits[step + 1])
 
 
@@ -173,7 +171,7 @@ def test_after_prefill_the_bytes_held_are_those_of_the_kept(
     model = tiny_model(family, seed=1)
     cache = PolicyCache(policy)
     with torch.no_grad(), cache.attached(model):
-        model(prompt(90), past_key_values=cache)
+        model(prompt(90), cache=cache)
     for layer in cache.layers:
         kept = layer.positions[0, 0].numel()
         assert kept == (90 if isinstance(policy, FullContext) else 27)
@@ -187,7 +185,7 @@ def test_nothing_keeps_the_evicted_tensors_alive() -> None:
     model = tiny_model("llama", seed=1)
     cache = PolicyCache(SnapKV(0.1))
     with torch.no_grad(), cache.attached(model):
-        logits = model(prompt(211), past_key_values=cache, logits_to_keep=1).logits
+        logits = model(prompt(211), cache=cache, logits_to_keep=1).logits
         del logits
         gc.collect()
         alive = [

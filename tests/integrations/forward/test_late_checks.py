@@ -38,7 +38,7 @@ def read(model: PreTrainedModel, cache: PolicyCache, seed: int, length: int = FI
     with cache.attached(model), torch.no_grad():
         if cache.get_seq_length():
             cache.start_turn()
-        logits: Tensor = model(input_ids=ids, past_key_values=cache).logits
+        logits: Tensor = model(input_ids=ids, cache=cache).logits
     return logits
 
 

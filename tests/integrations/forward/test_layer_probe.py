@@ -76,7 +76,7 @@ def test_a_prompt_in_chunks(name: str, size: int) -> None:
         with torch.no_grad(), cache.attached(model):
             cache.start_turn(prompt_len=50)
             for start in range(0, 50, length):
-                model(ids[:, start : start + length], past_key_values=cache)
+                model(ids[:, start : start + length], cache=cache)
         kept.append([layer.positions for layer in cache.layers])
     assert all(torch.equal(*pair) for pair in zip(*kept, strict=True))
 
@@ -116,9 +116,7 @@ def test_while_decoding(fixed: bool) -> None:
     for each in (rule, plain):
         policy = CachePolicy(None, KeepAllSelector(), PassAllPropagation(), decoding=each)
         cache = PolicyCache(policy, max_new_tokens=12 if fixed else None)
-        said.append(
-            model.generate(prompt, past_key_values=cache, max_new_tokens=12, do_sample=False)
-        )
+        said.append(model.generate(prompt, cache=cache, max_new_tokens=12, do_sample=False))
         assert max(layer.kept_len for layer in cache.layers) <= 24
     assert torch.equal(*said)
     assert scorer.choices.count(0) == 2
@@ -136,7 +134,7 @@ def test_growing_and_fixed_buffers_say_the_same(name: str) -> None:
     found = []
     for count in (None, 14):
         cache = PolicyCache(policy, max_new_tokens=count)
-        said = model.generate(prompt, past_key_values=cache, max_new_tokens=14, do_sample=False)
+        said = model.generate(prompt, cache=cache, max_new_tokens=14, do_sample=False)
         found.append((said, [layer.positions for layer in cache.layers]))
     assert torch.equal(found[0][0], found[1][0])
     for one, other in zip(found[0][1], found[1][1], strict=True):
@@ -150,15 +148,15 @@ def test_a_copy_and_a_loaded_cache_go_on(tmp_path: Any) -> None:
     cache = PolicyCache(CachePolicy(None, KeepAllSelector(), PassAllPropagation(), decoding=rule))
     steps = torch.tensor([random_tokens(1, 8)])
     with torch.no_grad(), cache.attached(model):
-        model(torch.tensor([random_tokens(0, 30)]), past_key_values=cache)
-        model(steps[:, :3], past_key_values=cache)
+        model(torch.tensor([random_tokens(0, 30)]), cache=cache)
+        model(steps[:, :3], cache=cache)
     cache.save(tmp_path / "cache")
     others = [copy.deepcopy(cache), PolicyCache.load(tmp_path / "cache", cache.policy), cache]
     found = []
     for each in others:
         with torch.no_grad(), each.attached(model):
-            model(steps[:, 3:4], past_key_values=each)
-            logits = model(steps[:, 4:5], past_key_values=each).logits
+            model(steps[:, 3:4], cache=each)
+            logits = model(steps[:, 4:5], cache=each).logits
         found.append((logits, [layer.positions for layer in each.layers]))
     for logits, positions in found[1:]:
         torch.testing.assert_close(logits, found[0][0])
@@ -189,8 +187,8 @@ def test_a_model_that_computes_no_numbers(
     with torch.no_grad():
         weight[0] = value
     with pytest.raises(ValueError, match=f"finite numbers, but queries or keys of layer {layer} "):
-        model.generate(prompt, past_key_values=cache, max_new_tokens=2)
+        model.generate(prompt, cache=cache, max_new_tokens=2)
     with torch.no_grad():
         weight.copy_(before)
-    model.generate(prompt, past_key_values=cache, max_new_tokens=2)
+    model.generate(prompt, cache=cache, max_new_tokens=2)
     assert cache.get_seq_length() == 31

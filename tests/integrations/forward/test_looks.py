@@ -10,6 +10,7 @@ from torch import Tensor
 from kvpolicy import CachePolicy
 from kvpolicy.host_counts import on_device
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import (
     H2O,
     TOVA,
@@ -65,7 +66,7 @@ def looks_of(policy: CachePolicy, layers: int, lens: tuple[int, ...]) -> dict[st
     cache = PolicyCache(policy)
     with cache.attached(model), torch.no_grad():
         for name, looks in found.items():
-            how = {"past_key_values": cache, "logits_to_keep": 1}
+            how = {CACHE: cache, "logits_to_keep": 1}
             with looks:
                 model(input_ids=ids, attention_mask=mask, **how)
             count = 1 if name == "prompt" else SECOND

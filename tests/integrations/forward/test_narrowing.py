@@ -80,7 +80,7 @@ def test_the_dropping_layer_is_computed_for_what_goes_on() -> None:
     counts = Counts(model)
     cache = PolicyCache(FastKV(tsp_layer=1, tsp_rate=0.5, retention_rate=0.3))
     with cache.attached(model):
-        model(prompt(), past_key_values=cache)
+        model(prompt(), cache=cache)
     assert counts.of("mlp") == counts.of("o_proj") == [60, 30, 30, 30]
     assert counts.of("q_proj") == [60, 90, 30, 30]
 
@@ -95,7 +95,7 @@ def test_the_last_layer_is_computed_for_the_logits_asked_for() -> None:
         counts = Counts(model)
         cache = PolicyCache(policy)
         with cache.attached(model):
-            logits = model(prompt(), past_key_values=cache, logits_to_keep=3).logits
+            logits = model(prompt(), cache=cache, logits_to_keep=3).logits
         assert logits.shape[1] == 3
         assert counts.of("mlp") == mlp
 
@@ -107,7 +107,7 @@ def test_little_is_not_narrowed() -> None:
     counts = Counts(model)
     cache = PolicyCache(FastKV(tsp_layer=1, tsp_rate=0.8, retention_rate=0.3))
     with cache.attached(model):
-        model(prompt(), past_key_values=cache)
+        model(prompt(), cache=cache)
     assert counts.of("q_proj") == [60, 60, 48, 48]
 
 
@@ -118,7 +118,7 @@ def test_hidden_states_and_attentions_are_whole_where_asked_for() -> None:
     with cache.attached(model):
         output = model(
             prompt(),
-            past_key_values=cache,
+            cache=cache,
             logits_to_keep=1,
             output_hidden_states=True,
             output_attentions=True,
@@ -141,10 +141,10 @@ def test_a_failed_call_asks_nothing_of_the_next() -> None:
             model(
                 prompt(),
                 attention_mask=torch.ones(1, 3),
-                past_key_values=cache,
+                cache=cache,
                 logits_to_keep=1,
             )
-        assert model.model(prompt(), past_key_values=cache).last_hidden_state.shape[1] == 60
+        assert model.model(prompt(), cache=cache).last_hidden_state.shape[1] == 60
 
 
 @torch.no_grad()
@@ -163,9 +163,9 @@ def test_several_last_logits_are_those_of_the_last_columns(policy: CachePolicy) 
     for keep in (0, 5):  # 0: all
         cache = PolicyCache(policy)
         with cache.attached(model):
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
             cache.start_turn()
-            output = model(later, attention_mask=mask, past_key_values=cache, logits_to_keep=keep)
+            output = model(later, attention_mask=mask, cache=cache, logits_to_keep=keep)
         logits[keep] = output.logits
     assert logits[5].shape[1] == 5 < logits[0].shape[1]
     read = torch.ones(2, 5, dtype=torch.bool) if logits[0].shape[1] < 12 else mask[:, -5:].bool()
@@ -186,7 +186,7 @@ def run(model: PreTrainedModel, policy: CachePolicy, padded: bool) -> tuple[list
                 ids, new_mask = left_padded([[7, *row] for row in added])
                 mask = torch.cat([mask, new_mask], dim=1)
             for _ in range(4):
-                output = model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+                output = model(ids, attention_mask=mask, cache=cache, logits_to_keep=1)
                 logits.append(output.logits[:, -1])
                 ids = torch.full((len(rows), 1), 3)
                 mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
@@ -230,7 +230,7 @@ def test_no_mask_is_larger_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None
     model = tiny_model("llama", seed=1)
     cache = PolicyCache(FastKV(tsp_rate=0.5, retention_rate=0.3))
     with cache.attached(model):
-        model(prompt(1024), past_key_values=cache)
+        model(prompt(1024), cache=cache)
     assert len(sizes) == 128  # 512 tokens, four at a time
     assert max(sizes) == 4096
     assert sum(sizes) < 0.6 * 512 * 1024  # later keys are not looked at
@@ -242,12 +242,12 @@ def test_a_short_second_turn_goes_on_whole(first: int, second: int, implementati
     """More is promised to be dropped there than is, since the window is protected."""
     model = tiny_model("llama", seed=1, attn_implementation=implementation)
     cache = PolicyCache(FastKV())
-    said = model.generate(prompt(first), past_key_values=cache, max_new_tokens=5, do_sample=False)
+    said = model.generate(prompt(first), cache=cache, max_new_tokens=5, do_sample=False)
     whole = torch.cat([said, prompt(second, seed=1)], dim=1)
     model.generate(
         whole,
         attention_mask=torch.ones_like(whole),
-        past_key_values=cache,
+        cache=cache,
         max_new_tokens=5,
         do_sample=False,
     )
@@ -259,12 +259,12 @@ def test_a_copy_knows_the_heads_of_the_layers() -> None:
     model = tiny_model("llama", seed=1)
     cache = PolicyCache(AdaKV(0.4))
     with cache.attached(model):
-        model(prompt(), past_key_values=cache)
+        model(prompt(), cache=cache)
     copied = copy.deepcopy(cache)
     logits = []
     for each in (cache, copied):
         with each.attached(model):
-            logits.append(model(prompt(3, seed=2), past_key_values=each).logits)
+            logits.append(model(prompt(3, seed=2), cache=each).logits)
     assert torch.equal(*logits)
 
 
@@ -274,7 +274,7 @@ def test_rows_without_padding_need_no_mask() -> None:
     ids, mask = left_padded([random_tokens(0, 50), random_tokens(1, 31)])
     cache = PolicyCache(SnapKV(0.4))
     with cache.attached(model):
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
         cache.batch_select_indices(torch.tensor([0]))
-        model(ids[:1, :1], past_key_values=cache)
+        model(ids[:1, :1], cache=cache)
     assert cache.get_seq_length() == 51

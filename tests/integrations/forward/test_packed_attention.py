@@ -104,11 +104,11 @@ def decoded(model: PreTrainedModel, cache: PolicyCache, lengths: tuple[int, ...]
     ids, mask = left_padded([random_tokens(row, length) for row, length in enumerate(lengths)])
     logits = []
     with torch.no_grad(), cache.attached(model):
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
         for step in range(20):
             token = torch.full((len(lengths), 1), 3 + step)
             mask = torch.cat([mask, torch.ones_like(token)], dim=1)
-            output = model(token, attention_mask=mask, past_key_values=cache)
+            output = model(token, attention_mask=mask, cache=cache)
             logits.append(output.logits[:, -1])
     return torch.stack(logits)
 
@@ -183,11 +183,11 @@ def test_a_layer_that_computes_with_its_keys_gets_them(
     ids = torch.tensor([random_tokens(0, 50)])
     logits = []
     with torch.no_grad(), cache.attached(model):
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         monkeypatch.setattr(PolicyCache, "update", doubled)
         for step in range(20):
             token = torch.full((1, 1), 3 + step)
-            logits.append(model(token, past_key_values=cache).logits[:, -1])
+            logits.append(model(token, cache=cache).logits[:, -1])
     assert len(calls) == before > 0
     assert torch.allclose(torch.stack(logits), expected, atol=1e-4)
 
@@ -198,17 +198,17 @@ def test_a_layer_that_attends_in_a_way_of_its_own_is_refused(
     cache = PolicyCache(AdaKV(0.3, window_size=4))
     ids = torch.tensor([random_tokens(0, 50)])
     with torch.no_grad(), cache.attached(model):
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         monkeypatch.setattr(PassRun, "waits_for", lambda *_, **__: False)
         with pytest.raises(
             UnsupportedModelError,
             match="model must give an attention function the keys of the cache",
         ):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], cache=cache)
     monkeypatch.undo()
     assert cache.get_seq_length() == 50
     with torch.no_grad(), cache.attached(model):
-        assert model(ids[:, :1], past_key_values=cache).logits.isfinite().all()
+        assert model(ids[:, :1], cache=cache).logits.isfinite().all()
 
 
 def test_with_gradients_it_is_unpacked(model: PreTrainedModel, calls: list[int]) -> None:
@@ -216,8 +216,8 @@ def test_with_gradients_it_is_unpacked(model: PreTrainedModel, calls: list[int])
     ids = torch.tensor([random_tokens(0, 50)])
     with cache.attached(model):
         with torch.no_grad():
-            model(ids, past_key_values=cache)
-        logits = model(ids[:, :1], past_key_values=cache).logits
+            model(ids, cache=cache)
+        logits = model(ids[:, :1], cache=cache).logits
     assert not calls
     assert logits.requires_grad
 

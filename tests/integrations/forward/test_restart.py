@@ -41,7 +41,7 @@ def prompt(length: int, seed: int = 0) -> Tensor:
 
 def tokens_of(model: PreTrainedModel, ids: Tensor, cache: Any, **kwargs: Any) -> list[int]:
     kwargs.setdefault("attention_mask", torch.ones_like(ids))
-    output = model.generate(ids, past_key_values=cache, max_new_tokens=7, do_sample=False, **kwargs)
+    output = model.generate(ids, cache=cache, max_new_tokens=7, do_sample=False, **kwargs)
     return output[0, ids.shape[1] :].tolist()
 
 
@@ -67,7 +67,7 @@ def test_the_first_pass_computes_nothing_that_it_does_not_need() -> None:
     counts = Counts(model)
     cache = PolicyCache(GEM)
     with torch.no_grad(), cache.attached(model):
-        model(prompt(60), past_key_values=cache)
+        model(prompt(60), cache=cache)
     for layer in range(len(model.model.layers)):
         projected = 60 * (layer <= 2) + 18
         completed = 60 * (layer < 2) + 18
@@ -82,17 +82,17 @@ def test_positions_that_do_not_start_at_0_are_refused() -> None:
     message = "position_ids must count each row's own tokens from 0 if RestartPropagation.*"
     with torch.no_grad(), cache.attached(model):
         with pytest.raises(ValueError, match=message + "0 for a token of row 0, got 7"):
-            model(ids, past_key_values=cache, position_ids=at + 7)
+            model(ids, cache=cache, position_ids=at + 7)
         assert not counts.tokens
         assert cache.get_seq_length() == 0
-        model(ids, past_key_values=cache, position_ids=at)
+        model(ids, cache=cache, position_ids=at)
         before = counts.tokens.copy()
         cache.start_turn()
         with pytest.raises(ValueError, match=message + "20 for a token of row 0, got 21"):
-            model(ids, past_key_values=cache, position_ids=at + 21)
+            model(ids, cache=cache, position_ids=at + 21)
         assert counts.tokens == before
         assert cache.get_seq_length() == 20
-        model(ids, past_key_values=cache, position_ids=at + 20)
+        model(ids, cache=cache, position_ids=at + 20)
         assert cache.get_seq_length() == 40
 
 
@@ -125,7 +125,7 @@ def test_a_loop_by_hand_gives_what_generate_gives_over_two_turns(model: PreTrain
                 for step in range(7):
                     seen = manual.get_seq_length()
                     at = torch.arange(seen, seen + new.shape[1])[None] if given else None
-                    output = model(new, past_key_values=manual, position_ids=at)
+                    output = model(new, cache=manual, position_ids=at)
                     new = output.logits[:, -1:].argmax(-1)
                     assert int(new) == expected[step]
     for one, other in zip(automatic.layers, manual.layers, strict=True):
@@ -136,7 +136,7 @@ def test_hidden_states_are_those_of_the_second_pass(model: PreTrainedModel) -> N
     ids, mask = left_padded([random_tokens(0, 60), random_tokens(1, 40)])
     cache = PolicyCache(GEM)
     with torch.no_grad(), cache.attached(model):
-        output = model(ids, attention_mask=mask, past_key_values=cache, output_hidden_states=True)
+        output = model(ids, attention_mask=mask, cache=cache, output_hidden_states=True)
     assert [state.shape[1] for state in output.hidden_states] == [18] * 5
     chosen = cache.propagated[2]
     assert (chosen[1] < 0).tolist() == [True] * 6 + [False] * 12
@@ -213,10 +213,10 @@ def test_rows_without_padding_may_pass_on_different_numbers(
     def run(ids: Tensor, more: Tensor) -> list[Tensor]:
         cache = PolicyCache(policy)
         with cache.attached(model):
-            first = model(ids, past_key_values=cache).logits[:, -1]
-            second = model(more[:, 40:43], past_key_values=cache).logits
+            first = model(ids, cache=cache).logits[:, -1]
+            second = model(more[:, 40:43], cache=cache).logits
             cache.start_turn()
-            return [first, second, model(more[:, 43:], past_key_values=cache).logits[:, -1]]
+            return [first, second, model(more[:, 43:], cache=cache).logits[:, -1]]
 
     together = run(ids, more)
     for row in range(3):
@@ -242,7 +242,7 @@ def run_last_alone(model: PreTrainedModel, ids: Tensor, count: int, restart: boo
 
     cache = PolicyCache(CachePolicy(None, KeepAllSelector(), Last()))
     with cache.attached(model):
-        return model(ids, past_key_values=cache).logits[:, -1]
+        return model(ids, cache=cache).logits[:, -1]
 
 
 @pytest.mark.parametrize("layer", [4, 99])

@@ -55,7 +55,7 @@ def own_scores(name: str, ids: Sequence[int]) -> dict[int, Tensor]:
     """By layer that sees everything, float32 ``[query_heads, len]``, of one prompt by itself."""
     model = model_of(name, "eager")
     held: Any = DynamicCache(config=model.config)
-    model(torch.tensor([list(ids)]), past_key_values=held)
+    model(torch.tensor([list(ids)]), cache=held)
     found: dict[int, Tensor] = {}
     for start in range(0, len(ids), CHUNK):
         stop = min(start + CHUNK, len(ids))
@@ -64,7 +64,7 @@ def own_scores(name: str, ids: Sequence[int]) -> dict[int, Tensor]:
         output = model(
             torch.tensor([fed]),
             position_ids=places,
-            past_key_values=copy.deepcopy(held),
+            cache=copy.deepcopy(held),
             output_attentions=True,
         )
         for index, weights in enumerate(attentions_by_layer(model, output.attentions)):
@@ -120,7 +120,7 @@ def test_scores_are_those_of_the_family_s_own_attention(name: str) -> None:
     ids, mask = left_padded(rows)
     store = PolicyCache(POLICY)
     with torch.no_grad(), store.attached(model_of(name)):
-        model_of(name)(ids, attention_mask=mask, past_key_values=store)
+        model_of(name)(ids, attention_mask=mask, cache=store)
     for row, own in enumerate(rows):
         layers = [layer for layer in store.layers if layer.positions is not None]
         heads = max(layer.positions.shape[1] for layer in layers)
@@ -148,9 +148,7 @@ def test_an_answer_goes_on_from_the_first_reading(name: str) -> None:
         rereading=POLICY.rereading,
     )
     full = model.generate(ids, max_new_tokens=6, do_sample=False)
-    again = model.generate(
-        ids, max_new_tokens=6, do_sample=False, past_key_values=PolicyCache(whole)
-    )
+    again = model.generate(ids, max_new_tokens=6, do_sample=False, cache=PolicyCache(whole))
     assert again.tolist() == full.tolist()
 
 
@@ -161,7 +159,7 @@ def llama() -> PreTrainedModel:
 
 def generated(store: PolicyCache, **options: Any) -> tuple[list[int], list[Any]]:
     ids = torch.tensor([random_tokens(1, 45)])
-    out = llama().generate(ids, past_key_values=store, max_new_tokens=9, do_sample=False, **options)
+    out = llama().generate(ids, cache=store, max_new_tokens=9, do_sample=False, **options)
     kept = [
         [[p for p in head if 0 <= p < 45] for head in layer.positions[0].tolist()]
         for layer in store.layers
@@ -179,7 +177,7 @@ def test_a_composition_with_a_reading_is_saved_too(tmp_path: Any) -> None:
 def test_only_what_is_kept_is_counted() -> None:
     store = PolicyCache(KVzip(0.3, chunk_size=17, num_sinks=0))
     with torch.no_grad(), store.attached(llama()):
-        llama()(torch.tensor([random_tokens(1, 40)]), past_key_values=store)
+        llama()(torch.tensor([random_tokens(1, 40)]), cache=store)
     kept = sum(int((layer.positions >= 0).sum()) for layer in store.layers)
     assert kept == 4 * 2 * 12  # layers, KV heads, 0.3 of 40 tokens
     assert sum(layer.kept for layer in store.report().layers) * 2 == pytest.approx(kept)
@@ -190,7 +188,7 @@ def test_a_prompt_that_is_all_system_prompt() -> None:
     ids = torch.tensor([random_tokens(1, 20)])
     for name in ("llama", "deepseek_v3"):
         model, store = model_of(name), PolicyCache(KVzip(0.3, whole_tokens=20))
-        again = model.generate(ids, past_key_values=store, max_new_tokens=4, do_sample=False)
+        again = model.generate(ids, cache=store, max_new_tokens=4, do_sample=False)
         full = model.generate(ids, max_new_tokens=4, do_sample=False)
         assert again.tolist() == full.tolist()
         assert all(layer.kept_len == 23 for layer in store.layers)
@@ -214,7 +212,7 @@ def test_a_failure_is_undone() -> None:
     )
     store, ids = PolicyCache(policy), torch.tensor([random_tokens(1, 45)])
     with pytest.raises(KeyboardInterrupt):
-        llama().generate(ids, past_key_values=store, max_new_tokens=2, do_sample=False)
+        llama().generate(ids, cache=store, max_new_tokens=2, do_sample=False)
     assert store.get_seq_length() == 0
     assert all(layer.kept_len == 0 for layer in store.layers)
     assert not llama().model._forward_hooks
@@ -236,9 +234,9 @@ def test_a_failure_in_a_call_of_the_decoder_alone_is_undone() -> None:
     store, ids = PolicyCache(policy), torch.tensor([random_tokens(1, 45)])
     with torch.no_grad(), store.attached(llama()):
         with pytest.raises(KeyboardInterrupt):
-            llama().model(ids, past_key_values=store)
+            llama().model(ids, cache=store)
         assert store.get_seq_length() == 0
-        llama().model(ids, past_key_values=store)
+        llama().model(ids, cache=store)
     assert store.get_seq_length() == 45
 
 
@@ -246,7 +244,7 @@ def test_embeddings_are_refused() -> None:
     store = PolicyCache(KVzip())
     embeddings = llama().get_input_embeddings()(torch.tensor([random_tokens(1, 20)]))
     with store.attached(llama()), pytest.raises(ValueError, match="input_ids of the whole context"):
-        llama()(inputs_embeds=embeddings, past_key_values=store)
+        llama()(inputs_embeds=embeddings, cache=store)
     assert store.get_seq_length() == 0
 
 
@@ -281,5 +279,5 @@ def test_a_model_that_has_no_positions_left() -> None:
     store = PolicyCache(KVzip(0.5))
     ids = torch.tensor([random_tokens(1, 300)])
     with pytest.raises(ValueError, match="prompt and its second reading must fit into"):
-        model.generate(ids, past_key_values=store, max_new_tokens=2, do_sample=False)
+        model.generate(ids, cache=store, max_new_tokens=2, do_sample=False)
     assert store.get_seq_length() == 0

@@ -19,6 +19,7 @@ from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, QuantizedStorage
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.packed import Packed
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import TOVA, FastKV, SnapKV
 from tests.integrations.model.test_families import SUPPORTED, UNSEEN, model_of, suited
 from tests.integrations.test_generation import assert_same_state
@@ -77,7 +78,7 @@ def backend() -> Any:
 
 def generate(model: Any, cache: Any, given: dict[str, Tensor], **kwargs: Any) -> Any:
     how = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
-    return model.generate(past_key_values=cache, **given, **{**how, "output_logits": True} | kwargs)
+    return model.generate(cache=cache, **given, **{**how, "output_logits": True} | kwargs)
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -177,7 +178,7 @@ def test_a_model_compiled_for_another_cache_first(
 ) -> None:
     """A graph that knows nothing of policies is not taken for one that does."""
     given, how = batch_of(50), {"compile_config": everywhere(backend)}
-    own = {"past_key_values": None, "cache_implementation": "static"}
+    own = {CACHE: None, "cache_implementation": "static"}
     plain = model.generate(**given, **own, max_new_tokens=8, do_sample=False, **how)
     assert backend.calls == 7
     got = generate(model, PolicyCache(SNAPKV, max_new_tokens=ROOM), given, **how)
@@ -321,9 +322,7 @@ def test_the_ids_of_an_interrupted_answer_are_known(
     before = (given["inputs"], None, None, own) if criteria == "by position" else ()
     rest = {name: each for name, each in given.items() if name != "inputs" or not before}
     with pytest.raises(Interrupted):
-        model.generate(
-            *before, past_key_values=cache, max_new_tokens=8, do_sample=False, **rest, **how
-        )
+        model.generate(*before, cache=cache, max_new_tokens=8, do_sample=False, **rest, **how)
     assert len(own) == 1
     assert bool(backend.calls) is compiled
     for each in (cache, *copies):
@@ -338,9 +337,9 @@ def test_appending_by_hand_uses_the_room_and_goes_beyond(model: PreTrainedModel)
     with torch.no_grad():
         for cache in (fixed, grows):
             with cache.attached(model):
-                model(given["inputs"], past_key_values=cache)
+                model(given["inputs"], cache=cache)
                 for token in range(1, 9):
-                    model(torch.tensor([[token]]), past_key_values=cache)
+                    model(torch.tensor([[token]]), cache=cache)
     assert_same_state(fixed, grows)
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import cache_of
 from tests.integrations.forward.test_static import (
     ROOM,
     SNAPKV,
@@ -42,7 +43,7 @@ BETWEEN: dict[str, tuple[Act, str]] = {
     ),
     "reset": (lambda cache, model: cache.reset(), r"= \[2, 0 \+ 1\], got \[2, 66\]"),
     "read": (
-        lambda cache, model: model(torch.ones(2, 1, dtype=torch.int64), past_key_values=cache),
+        lambda cache, model: model(torch.ones(2, 1, dtype=torch.int64), cache=cache),
         "must not be read by other calls of the model while generate decodes",
     ),
 }
@@ -134,8 +135,8 @@ def test_a_step_that_fails_behind_the_layers_is_taken_back(
     want = generate(model, PolicyCache(SNAPKV), given, max_new_tokens=3)
     assert cache.get_seq_length() == 62
     told = continued(want.sequences, given["attention_mask"], 20, 9)
-    assert_same_state(cache, want.past_key_values)
-    assert_same(generate(model, want.past_key_values, told), generate(model, cache, told))
+    assert_same_state(cache, cache_of(want))
+    assert_same(generate(model, cache_of(want), told), generate(model, cache, told))
 
 
 def test_beside_another_attached_cache(model: PreTrainedModel, backend: Counting) -> None:

@@ -94,7 +94,7 @@ class SideBySide(ReadingBoth):
         if not self.starts:
             self.append([[5]] * self.batch, Call())  # what the other one writes is not to be here
         with torch.no_grad(), spoiled.attached(self.model):
-            self.model(ids[:, -2:], attention_mask=mask, past_key_values=spoiled)
+            self.model(ids[:, -2:], attention_mask=mask, cache=spoiled)
         self.check()
         spoiled.reset()
 
@@ -151,9 +151,7 @@ class SideBySide(ReadingBoth):
             self.columns = [[] for _ in new]
         if how == "generate":
             ids, mask = tensors([[*a, *b] for a, b in zip(self.columns, new, strict=True)])
-            self.model.generate(
-                ids, attention_mask=mask, past_key_values=self.cache, max_new_tokens=2
-            )
+            self.model.generate(ids, attention_mask=mask, cache=self.cache, max_new_tokens=2)
             return
         if how == "prompt" and self.rows:
             self.start_turn()
@@ -195,7 +193,7 @@ class SideBySide(ReadingBoth):
                 self.model.generate(
                     whole,
                     attention_mask=mask,
-                    past_key_values=self.cache,
+                    cache=self.cache,
                     max_new_tokens=count,
                     do_sample=False,
                     streamer=said,
@@ -222,7 +220,7 @@ class SideBySide(ReadingBoth):
         output: Any = self.model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=searched,
+            cache=searched,
             max_new_tokens=count,
             num_beams=beams,
             length_penalty=0.0,
@@ -258,12 +256,12 @@ class SideBySide(ReadingBoth):
                 {"input_ids": ids, "attention_mask": mask[:, None, None]},
             ):
                 with pytest.raises(ValueError, match="must"):
-                    self.model(**arguments, past_key_values=self.cache)
+                    self.model(**arguments, cache=self.cache)
             if self.bound is not None and self.batch == 1:
                 with pytest.raises(UnsupportedGenerationError, match="evicts while it decodes"):
                     self.model.generate(
                         torch.cat([tensors(self.columns)[0], ids], dim=1),
-                        past_key_values=self.cache,
+                        cache=self.cache,
                         prompt_lookup_num_tokens=3,
                     )
         with pytest.raises(ValueError, match=f"only {self.appended} tokens were appended"):

@@ -88,7 +88,7 @@ def test_drops_after_windows_are_refused(name: str) -> None:
         model = kinds_machine.built(build)
         message = "layers after which PyramidPropagation.* drops tokens must"
         with pytest.raises(UnsupportedModelError, match=message), cache.attached(model):
-            model(torch.arange(5, 25)[None], past_key_values=cache)
+            model(torch.arange(5, 25)[None], cache=cache)
         assert cache.get_seq_length() == 0
 
 

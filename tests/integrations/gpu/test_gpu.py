@@ -86,7 +86,7 @@ def test_keeps_and_says_what_the_cpu_does(name: str, policy: CachePolicy) -> Non
         output = model.generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
-            past_key_values=cache,
+            cache=cache,
             max_new_tokens=NEW_TOKENS,
             min_new_tokens=NEW_TOKENS,
             do_sample=False,
@@ -116,7 +116,7 @@ def test_compiled_decoding_says_what_the_loop_says(policy: CachePolicy) -> None:
         answers.append(
             model.generate(
                 ids.to(DEVICE),
-                past_key_values=cache,
+                cache=cache,
                 max_new_tokens=40,
                 min_new_tokens=40,
                 do_sample=False,

@@ -87,7 +87,7 @@ def generate(
     output: Any = model.generate(
         ids,
         attention_mask=torch.ones_like(ids) if mask is None else mask,
-        past_key_values=store,
+        cache=store,
         **{"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, **kwargs},
         return_dict_in_generate=True,
         output_logits=True,

@@ -110,11 +110,11 @@ def test_defaults_act_after_attention(name: str) -> None:
 def test_a_cache_that_is_not_attached(name: str) -> None:
     model, cache = hybrid(name), PolicyCache(SnapKV(0.4, window_size=4))
     with pytest.raises(NotAttachedError, match="cache must be attached"):
-        model(torch.tensor(ROWS[:1]), past_key_values=cache)
+        model(torch.tensor(ROWS[:1]), cache=cache)
     generate(model, cache, torch.tensor(ROWS[:1]))
     before = states_of(cache)
     with pytest.raises(NotAttachedError, match="cache must be attached"):
-        model(torch.tensor([[5]]), past_key_values=cache)
+        model(torch.tensor([[5]]), cache=cache)
     assert same(states_of(cache), before)
 
 
@@ -188,7 +188,7 @@ def test_training_that_leaves_the_cache_out_is_noticed() -> None:
         cache.attached(model),
         pytest.raises(UnsupportedModelError, match=r"layers \[0, 1, 2, 3\] did not update it"),
     ):
-        model(torch.tensor(ROWS[:1]), past_key_values=cache, use_cache=True)
+        model(torch.tensor(ROWS[:1]), cache=cache, use_cache=True)
 
 
 def test_the_self_check_notices_states_that_have_read_padding(

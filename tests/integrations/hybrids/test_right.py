@@ -129,7 +129,7 @@ def test_after_a_drop_later_layers_read_what_went_on(name: str) -> None:
                 output[0] if isinstance(output, tuple) else output
             )
         )
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         handle.remove()
     ((layer, passed),) = cache.propagated.items()
     assert len(passed[0]) == 18
@@ -194,14 +194,14 @@ def test_attentions_are_those_of_the_layers_that_attend(name: str) -> None:
                 ids,
                 attention_mask=mask,
                 position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-                past_key_values=store,
+                cache=store,
             )
             longer = torch.cat([mask, mask[:, -3:]], dim=1)
             output = eager(
                 ids[:, -3:],
                 attention_mask=longer,
                 position_ids=(longer.cumsum(1) - 1)[:, -3:],
-                past_key_values=store,
+                cache=store,
                 output_attentions=True,
             )
             told.append([each for each in output.attentions if each is not None])

@@ -120,12 +120,12 @@ def test_some_logits_of_a_decoder_that_cuts_hidden_states_itself() -> None:
     cache = PolicyCache(POLICIES["fastkv"])
     with torch.no_grad(), cache.attached(model):
         with pytest.raises(UnsupportedModelError, match="logits_to_keep must be 0 or 1 if"):
-            model(ids, past_key_values=cache, logits_to_keep=3)
+            model(ids, cache=cache, logits_to_keep=3)
         assert cache.get_seq_length() == 0
-        one = model(ids, past_key_values=cache, logits_to_keep=1).logits
+        one = model(ids, cache=cache, logits_to_keep=1).logits
         again = PolicyCache(POLICIES["fastkv"])
         with again.attached(model):
-            whole = model(ids, past_key_values=again).logits
+            whole = model(ids, cache=again).logits
     assert apart(one, whole[:, -1:]) < TOLERANCE
 
 
@@ -143,7 +143,7 @@ def test_some_logits_where_nothing_is_dropped() -> None:
                     output = model(
                         ids[:, start:end],
                         attention_mask=mask[:, :end],
-                        past_key_values=cache,
+                        cache=cache,
                         logits_to_keep=keep,
                     )
             found.append(output.logits[:, -3:])

@@ -112,9 +112,7 @@ def test_beams_are_those_of_the_models_own_cache(name: str) -> None:
     common = {"max_new_tokens": 5, "do_sample": False, "num_beams": 3, "pad_token_id": 0}
     own = model.generate(ids, attention_mask=torch.ones_like(ids), **common)
     cache = PolicyCache(SnapKV(1.0, window_size=4))
-    found = model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **common
-    )
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, **common)
     assert torch.equal(found, own)
 
 
@@ -130,11 +128,11 @@ def test_a_failure_behind_the_decoder_is_undone() -> None:
     model, cache = hybrid("qwen3_next"), PolicyCache(POLICY)
     head: nn.Module = model.get_output_embeddings()
     with torch.no_grad(), cache.attached(model):
-        model(torch.tensor(ROWS[:1]), past_key_values=cache)
+        model(torch.tensor(ROWS[:1]), cache=cache)
         before = states_of(cache)
         handle = head.register_forward_hook(fail)
         with pytest.raises(Broken):
-            model(torch.tensor([[5]]), past_key_values=cache)
+            model(torch.tensor([[5]]), cache=cache)
         handle.remove()
     assert same(states_of(cache), before)
     assert cache.get_seq_length() == 47

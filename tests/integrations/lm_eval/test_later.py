@@ -61,12 +61,12 @@ def by_hand(document: str, question: str, policy: CachePolicy, count: int) -> li
     ids: Tensor = tokenizer(document, return_tensors="pt").input_ids
     asked: Tensor = tokenizer(question, return_tensors="pt").input_ids
     with cache.attached(model):
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         for token in asked[0]:
-            logits = model(token.view(1, 1), past_key_values=cache).logits
+            logits = model(token.view(1, 1), cache=cache).logits
         for _ in range(count):
             found.append(int(logits[0, -1].argmax()))
-            logits = model(torch.tensor([[found[-1]]]), past_key_values=cache).logits
+            logits = model(torch.tensor([[found[-1]]]), cache=cache).logits
     return found
 
 

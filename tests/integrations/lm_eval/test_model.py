@@ -115,10 +115,10 @@ def test_a_choice_s_score_is_that_of_docs_scoring(evaluate: Evaluate, tmp_path: 
 def decoded(model: PreTrainedModel, context: torch.Tensor, scored: torch.Tensor) -> float:
     cache, total = PolicyCache(SnapKV(0.2, window_size=4)), 0.0
     with cache.attached(model):
-        model(context[:, :-1], past_key_values=cache)
+        model(context[:, :-1], cache=cache)
         last = context[:, -1:]
         for token in scored[0]:
-            likely = log_softmax(model(last, past_key_values=cache).logits[0, -1], dim=-1)
+            likely = log_softmax(model(last, cache=cache).logits[0, -1], dim=-1)
             total += float(likely[token])
             last = token.view(1, 1)
     return total

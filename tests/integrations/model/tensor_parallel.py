@@ -153,7 +153,7 @@ def seen_of_kind(model: PreTrainedModel, policy: CachePolicy) -> dict[str, Any]:
     said: Any = model.generate(
         ids,
         attention_mask=mask,
-        past_key_values=cache,
+        cache=cache,
         max_new_tokens=6,
         do_sample=False,
         output_logits=True,
@@ -172,9 +172,9 @@ def go_on_from_a_file(model: PreTrainedModel, folder: Path) -> None:
     """Raise unless a process goes on from the file of its heads, and from no other."""
     ids, added = (torch.tensor([random_tokens(seed, 50)]) for seed in (0, 1))
     cache = PolicyCache(METHODS["fastkv"][0])
-    said: Any = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    said: Any = model.generate(ids, cache=cache, max_new_tokens=5, do_sample=False)
     fixed = PolicyCache(METHODS["fastkv"][0], max_new_tokens=5)
-    again: Any = model.generate(ids, past_key_values=fixed, max_new_tokens=5, do_sample=False)
+    again: Any = model.generate(ids, cache=fixed, max_new_tokens=5, do_sample=False)
     assert torch.equal(said, again)
     cache.save(folder / f"{distributed.get_rank()}.safetensors")
     distributed.barrier()
@@ -184,7 +184,7 @@ def go_on_from_a_file(model: PreTrainedModel, folder: Path) -> None:
     )
     whole = torch.cat([said, added], dim=1)
     found: list[Any] = [
-        model.generate(whole, past_key_values=each, max_new_tokens=5, do_sample=False)
+        model.generate(whole, cache=each, max_new_tokens=5, do_sample=False)
         for each in (cache, own)
     ]
     assert torch.equal(*found)

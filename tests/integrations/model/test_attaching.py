@@ -66,7 +66,7 @@ def test_the_tree_is_walked_as_torch_walks_it() -> None:
 def answer(model: Any, prompt: Tensor) -> tuple[Tensor, list[Tensor]]:
     cache = PolicyCache(POLICY)
     with cache.attached(model), torch.no_grad():
-        logits = model(prompt, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(prompt, cache=cache, logits_to_keep=1).logits
     return logits, [layer.positions for layer in cache.layers]
 
 
@@ -147,7 +147,7 @@ def test_a_cache_does_not_change_its_model() -> None:
 
     def read(model: PreTrainedModel) -> None:
         with cache.attached(model), torch.no_grad():
-            model(prompt, past_key_values=cache)
+            model(prompt, cache=cache)
 
     read(one)
     with pytest.raises(ValueError, match="model must be the one that filled the cache"):

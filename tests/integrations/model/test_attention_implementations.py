@@ -43,7 +43,7 @@ def run(model: PreTrainedModel, policy: CachePolicy, padded: bool) -> list[Tenso
                 ids, new_mask = left_padded(added)
                 mask = torch.cat([mask, new_mask], dim=1)
             for _ in range(3):
-                output = model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+                output = model(ids, attention_mask=mask, cache=cache, logits_to_keep=1)
                 logits.append(output.logits[:, -1])
                 ids = torch.full((len(rows), 1), 3)
                 mask = torch.cat([mask, torch.ones_like(ids)], dim=1)

@@ -58,25 +58,25 @@ def test_positions_that_a_model_counts_from_elsewhere() -> None:
     model, (ids, mask) = decoder("roberta"), padded(ROWS)
     store = PolicyCache(FullContext())
     with store.attached(model):
-        whole: Any = model(ids[:1], past_key_values=store)
+        whole: Any = model(ids[:1], cache=store)
         torch.testing.assert_close(whole.logits, model(ids[:1]).logits, atol=1e-4, rtol=1e-4)
-        more: Any = model(ids[:1, :3], past_key_values=store)
+        more: Any = model(ids[:1, :3], cache=store)
     want: Any = model(torch.cat([ids[:1], ids[:1, :3]], dim=1))
     torch.testing.assert_close(more.logits, want.logits[:, -3:], atol=1e-4, rtol=1e-4)
     store.reset()
     with store.attached(model):
         with pytest.raises(UnsupportedModelError, match="position_ids must be given to Roberta"):
-            model(ids, attention_mask=mask, past_key_values=store)
+            model(ids, attention_mask=mask, cache=store)
         places = (mask.cumsum(dim=1) - 1).clamp(min=0)
         given = {"attention_mask": mask, "position_ids": places}
-        output: Any = model(ids, past_key_values=store, **given)
+        output: Any = model(ids, cache=store, **given)
     alone: Any = model(ids[1:, -23:], position_ids=places[1:, -23:])
     torch.testing.assert_close(output.logits[1, -23:], alone.logits[0], atol=1e-4, rtol=1e-4)
     restarting = PolicyCache(GemFilter(retention_rate=0.5))
     with restarting.attached(model):
         with pytest.raises(UnsupportedModelError, match="a policy restarts the prefill"):
-            model(ids[:1], past_key_values=restarting)
-        model(ids[:1], position_ids=places[:1], past_key_values=restarting)
+            model(ids[:1], cache=restarting)
+        model(ids[:1], position_ids=places[:1], cache=restarting)
     assert restarting.get_seq_length() == 40
 
 
@@ -86,7 +86,7 @@ def test_without_a_head() -> None:
         model: Any = decoder(name).base_model
         store, ids = PolicyCache(SnapKV(0.3, window_size=4)), torch.tensor(ROWS[:1])
         with store.attached(model):
-            found = model(ids, past_key_values=store).last_hidden_state
+            found = model(ids, cache=store).last_hidden_state
         torch.testing.assert_close(found, model(ids).last_hidden_state, atol=1e-4, rtol=1e-4)
         assert [layer.kept_len for layer in store.layers] == [12] * 4
 

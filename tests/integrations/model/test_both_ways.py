@@ -49,7 +49,7 @@ def seen_across(model: Any, name: str, types: Tensor, begun: int) -> list[bool]:
         config=config,
         inputs_embeds=torch.zeros(1, len(types), 1),
         attention_mask=None,
-        past_key_values=None,
+        cache=None,
         position_ids=None,
         is_first_iteration=True,
         **{name: types[None]},

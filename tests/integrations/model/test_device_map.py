@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from tests.integrations.support.conversation import METHODS, run_conversation
 from tests.reference import random_tokens, tiny_model
 
@@ -25,15 +26,13 @@ Place = Callable[[PreTrainedModel, Path], PreTrainedModel]
 
 
 def on_cpu(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    return dispatch_model(model, {"": "cpu"}, force_hooks=True, skip_keys="past_key_values")
+    return dispatch_model(model, {"": "cpu"}, force_hooks=True, skip_keys=CACHE)
 
 
 def half_on_disk(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     places |= {f"model.layers.{index}": ("cpu", "disk")[index % 2] for index in range(4)}
-    return dispatch_model(
-        model, {**places, "lm_head": "disk"}, offload_dir=folder, skip_keys="past_key_values"
-    )
+    return dispatch_model(model, {**places, "lm_head": "disk"}, offload_dir=folder, skip_keys=CACHE)
 
 
 def all_on_disk(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -93,8 +92,8 @@ def test_the_decoder_alone_may_carry_the_outermost_hook(tmp_path: Path, place: s
     def states(decoder: Any, ids: Tensor) -> Tensor:
         cache = PolicyCache(METHODS["gemfilter"][0])
         with torch.no_grad(), cache.attached(decoder):
-            hidden: Tensor = decoder(ids, past_key_values=cache).last_hidden_state
-            step: Tensor = decoder(ids[:, :1], past_key_values=cache).last_hidden_state
+            hidden: Tensor = decoder(ids, cache=cache).last_hidden_state
+            step: Tensor = decoder(ids[:, :1], cache=cache).last_hidden_state
         return torch.cat([hidden, step], dim=1)
 
     decoder = tiny_model("llama", seed=1).model
@@ -109,11 +108,11 @@ def test_a_saved_cache_goes_on_with_a_model_that_is_offloaded(tmp_path: Path) ->
     model = offloaded(tiny_model("llama", seed=1), tmp_path)
     ids = torch.tensor([random_tokens(0, 60)])
     cache = PolicyCache(METHODS["fastkv"][0])
-    said: Any = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    said: Any = model.generate(ids, cache=cache, max_new_tokens=5, do_sample=False)
     cache.save(tmp_path / "cache.safetensors")
     whole = torch.cat([said, torch.tensor([random_tokens(7, 20)])], dim=1)
     found: list[Any] = [
-        model.generate(whole, past_key_values=each, max_new_tokens=5, do_sample=False)
+        model.generate(whole, cache=each, max_new_tokens=5, do_sample=False)
         for each in (cache, PolicyCache.load(tmp_path / "cache.safetensors"))
     ]
     assert torch.equal(found[0], found[1])

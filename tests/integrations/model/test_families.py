@@ -74,7 +74,7 @@ def generate(model: PreTrainedModel, store: Any) -> Any:
     return model.generate(
         IDS,
         attention_mask=MASK,
-        past_key_values=store,
+        cache=store,
         max_new_tokens=1 + DECODED,
         do_sample=False,
         return_dict_in_generate=True,
@@ -251,7 +251,7 @@ def test_scores_are_the_models_own_attention(family: str) -> None:
     with torch.no_grad():
         own = model(ids, output_attentions=True).attentions
         with cache.attached(model):
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
     assert len(selector.seen) == len(own)
     for saliency, attention in zip(selector.seen, own, strict=True):
         torch.testing.assert_close(saliency, attention.sum(dim=2), atol=1e-5, rtol=1e-4)
@@ -295,7 +295,7 @@ def test_a_context_at_which_generate_would_drop_the_cache(family: str) -> None:
         generate(model, PolicyCache(FastKV()))
     default = IDS[:1, : 52 - 19]  # Transformers decodes 20 tokens if it is told nothing
     with pytest.raises(UnsupportedGenerationError, match="got 33 and 20"):
-        model.generate(default, past_key_values=PolicyCache(FastKV()))
+        model.generate(default, cache=PolicyCache(FastKV()))
     model.config.original_max_position_embeddings = 60
     generate(model, PolicyCache(FastKV()))
 
@@ -308,4 +308,4 @@ def test_router_logits_of_tokens_that_are_dropped() -> None:
         cache.attached(model),
         pytest.raises(ValueError, match="output_router_logits must not be given if"),
     ):
-        model(IDS[:1], past_key_values=cache, output_router_logits=True)
+        model(IDS[:1], cache=cache, output_router_logits=True)

@@ -69,7 +69,7 @@ def generate(model: PreTrainedModel, store: Any, rows: Any = None, **how: Any) -
     if rows is not None:
         ids, mask = rows
     given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    return model.generate(ids, attention_mask=mask, past_key_values=store, **given, **how)
+    return model.generate(ids, attention_mask=mask, cache=store, **given, **how)
 
 
 @torch.no_grad()
@@ -87,7 +87,7 @@ def test_two_turns_against_a_slow_choice(name: str) -> None:
             mask = torch.cat([mask, valid], dim=1).long()
             if index == len(steps):
                 store.start_turn()
-            output = model(ids, attention_mask=mask, past_key_values=store)
+            output = model(ids, attention_mask=mask, cache=store)
             logits.append(output.logits[:, -1])
             if index in (0, len(steps)):
                 held.append([positions_of(store, row) for row in range(2)])
@@ -121,7 +121,7 @@ def test_what_goes_on_is_chosen_by_all_heads(name: str) -> None:
     rows = [tokens(row, count) for row, count in enumerate(PROMPTS)]
     ids, mask = padded(rows)
     with store.attached(model), torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=store, logits_to_keep=1)
+        model(ids, attention_mask=mask, cache=store, logits_to_keep=1)
     for row, each in enumerate(rows):
         length, layers = len(each), len(store.layers)
         everything, full = list(range(length)), [[list(range(length))]] * layers
@@ -145,7 +145,7 @@ def test_keys_alone_are_scored_as_attention_expands_them(name: str) -> None:
     with torch.no_grad():
         for each in (whole, store):
             with each.attached(model):
-                model(ids, past_key_values=each)
+                model(ids, cache=each)
         for index, (full, kept) in enumerate(zip(whole.layers, store.layers, strict=True)):
             keys, _ = model.get_decoder().layers[index].self_attn.expand_kv(full.keys, full.values)
             assert keys.shape[1] == model.config.num_attention_heads
@@ -172,9 +172,9 @@ def test_latents_are_what_is_held(name: str) -> None:
     ids = torch.tensor([tokens(3, 40)])
     own, store = DynamicCache(config=model.config), PolicyCache(StreamingLLM(retention_tokens=10))
     with torch.no_grad():
-        model(ids, past_key_values=own)
+        model(ids, cache=own)
         with store.attached(model):
-            model(ids, past_key_values=store)
+            model(ids, cache=store)
     config, report = model.config, store.report()
     for layer, line, full in zip(store.layers, report.layers, own.layers, strict=True):
         chosen = [*range(4), *range(34, 40)]
@@ -219,7 +219,7 @@ def test_latents_may_be_quantised() -> None:
     store = PolicyCache(StreamingLLM(RATE), QuantizedStorage(q_group_size=4))
     for each in (plain, store):
         with each.attached(model), torch.no_grad():
-            model(torch.tensor([tokens(0, 40)]), past_key_values=each)
+            model(torch.tensor([tokens(0, 40)]), cache=each)
     for layer, twin in zip(store.layers, plain.layers, strict=True):
         assert torch.equal(layer.positions, twin.positions)
         for found, want in ((layer.keys, twin.keys), (layer.values, twin.values)):

@@ -59,7 +59,7 @@ def read(model: PreTrainedModel, policy: CachePolicy) -> PolicyCache:
     ids, mask = left_padded([random_tokens(row, length) for row, length in enumerate((40, 31))])
     cache = PolicyCache(policy)
     with torch.no_grad(), cache.attached(model):
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
     return cache
 
 

@@ -195,7 +195,7 @@ def read(model: PreTrainedModel, cache: PolicyCache, seed: int, *lens: int) -> N
         mask = torch.cat([before, mask], dim=1)
     with torch.no_grad(), cache.attached(model):
         cache.start_turn()
-        model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+        model(ids, attention_mask=mask, cache=cache, logits_to_keep=1)
 
 
 @pytest.mark.parametrize("drops", [False, True])
@@ -245,7 +245,7 @@ def test_the_same_token_elsewhere(name: str) -> None:
     ids = torch.tensor([half + half[::-1]])  # reads the same both ways
     cache = PolicyCache(CachePolicy(AtFirst(), GQAGroupSelector(0.5), PassAllPropagation()))
     with torch.no_grad(), cache.attached(model):
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     ((turned, keys),) = found
     torch.testing.assert_close(turned, keys.flip(2), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(keys, keys.flip(2), atol=0.1)
@@ -336,7 +336,7 @@ def test_positions_of_the_callers_are_refused() -> None:
         cache.attached(model),
         pytest.raises(UnsupportedModelError, match="does not fit its tokens' positions"),
     ):
-        model(ids, position_ids=torch.arange(5, 25)[None], past_key_values=cache)
+        model(ids, position_ids=torch.arange(5, 25)[None], cache=cache)
 
 
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])

@@ -40,7 +40,7 @@ def test_outputs_are_those_of_the_tokens_that_went_on(name: str, *, return_dict:
     model, store = decoder(name), PolicyCache(FAST)
     asked = {"output_hidden_states": True, "return_dict": return_dict}
     with torch.no_grad(), store.attached(model):
-        output: Any = model(torch.tensor(ROWS[:1]), past_key_values=store, **asked)
+        output: Any = model(torch.tensor(ROWS[:1]), cache=store, **asked)
     logits = output.logits if return_dict else output[0]
     states = output.hidden_states if return_dict else output[-1]
     assert logits.shape[:2] == (1, 8)

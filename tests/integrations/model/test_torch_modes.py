@@ -111,7 +111,7 @@ def test_gradients_flow_through_what_is_kept(name: str) -> None:
     embeds = model.get_input_embeddings()(batch_of(40)["inputs"]).detach().requires_grad_()
     cache = PolicyCache(POLICIES[name])
     with cache.attached(model):
-        prompt = model(inputs_embeds=embeds, past_key_values=cache).logits
+        prompt = model(inputs_embeds=embeds, cache=cache).logits
         kept = {
             position
             for layer in cache.layers
@@ -119,7 +119,7 @@ def test_gradients_flow_through_what_is_kept(name: str) -> None:
             for position in head
             if position >= 0
         }
-        logits = model(torch.tensor([[7]]), past_key_values=cache).logits
+        logits = model(torch.tensor([[7]]), cache=cache).logits
     assert prompt.requires_grad
     assert cache.layers[0].keys.requires_grad
     (gradient,) = torch.autograd.grad(logits[0, -1].sum(), embeds, retain_graph=True)
@@ -141,10 +141,10 @@ def test_gradients_are_those_of_dense_attention_under_a_mask(name: str) -> None:
     weight = model.get_input_embeddings().weight
     cache = PolicyCache(POLICIES[name])
     with cache.attached(model):
-        model(torch.tensor([ids]), past_key_values=cache)
+        model(torch.tensor([ids]), cache=cache)
         kept = [layer.positions[0].tolist() for layer in cache.layers]
         kept = [[[each for each in head if each >= 0] for head in layer] for layer in kept]
-        logits = model(torch.tensor([[7]]), past_key_values=cache).logits[0, -1]
+        logits = model(torch.tensor([[7]]), cache=cache).logits[0, -1]
     (gradient,) = torch.autograd.grad(logits.square().mean(), weight)
     reached, now = [], list(range(length))
     for layer in range(4):

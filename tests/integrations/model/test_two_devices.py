@@ -89,7 +89,7 @@ def test_chunks_beams_and_storage_on_another_device(
         found: Tensor = model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=PolicyCache(METHODS[name][0], storage),
+            cache=PolicyCache(METHODS[name][0], storage),
             max_new_tokens=8,
             do_sample=False,
             **options,
@@ -112,7 +112,7 @@ def test_a_saved_cache_goes_on_where_the_layers_are(tmp_path: Path, first: int) 
     def turns(model: PreTrainedModel, path: Path) -> list[Tensor]:
         cache = PolicyCache(policy)
         said: Tensor = model.generate(
-            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False
+            ids, attention_mask=mask, cache=cache, max_new_tokens=6, do_sample=False
         )
         cache.save(path)
         ended = torch.ones(2, 6, dtype=mask.dtype)
@@ -121,7 +121,7 @@ def test_a_saved_cache_goes_on_where_the_layers_are(tmp_path: Path, first: int) 
             model.generate(
                 torch.cat([said, added], dim=1),
                 attention_mask=torch.cat([mask, ended, added_mask], dim=1),
-                past_key_values=each,
+                cache=each,
                 max_new_tokens=6,
                 do_sample=False,
             )

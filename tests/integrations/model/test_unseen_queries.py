@@ -11,6 +11,7 @@ from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.checking import check_model
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import (
     H2O,
     FastKV,
@@ -94,7 +95,7 @@ def test_evicted_keys_are_freed() -> None:
     store = PolicyCache(StreamingLLM(0.25))
     model = decoder("falcon")
     with torch.no_grad(), store.attached(model):
-        model(torch.tensor(ROWS[:1]), past_key_values=store)
+        model(torch.tensor(ROWS[:1]), cache=store)
     config: Any = model.config
     head = config.hidden_size // config.num_attention_heads
     assert [layer.nbytes() for layer in store.layers] == [2 * 10 * head * 4] * 4
@@ -156,7 +157,7 @@ def test_a_restart_is_refused_with_any_scorer() -> None:
         ("cpmant", "columns of keys, but CpmAntTransformerBlock adds position_bias"),
         ("prophetnet", "but ProphetNetDecoderLayer adds main_relative_position_buckets"),
         ("big_bird", "attention_type is 'block_sparse', which attends to blocks of columns"),
-        ("openai-gpt", "must take past_key_values.* but OpenAIGPTModel does not"),
+        ("openai-gpt", rf"must take {CACHE}.* but OpenAIGPTModel does not"),
         ("hrm_text", "whose 32 layers of keys and values are those of 8 modules"),
     ],
 )

@@ -30,14 +30,14 @@ def prompt(length: int, seed: int = 0) -> Tensor:
 def filled(model: PreTrainedModel, path: Path) -> PolicyCache:
     cache = PolicyCache(SnapKV(0.4))
     with torch.no_grad(), cache.attached(model):
-        model(prompt(60), past_key_values=cache)
+        model(prompt(60), cache=cache)
     cache.save(path / "cache")
     return PolicyCache.load(path / "cache")
 
 
 def next_logits(model: PreTrainedModel, cache: PolicyCache) -> Tensor:
     with torch.no_grad(), cache.attached(model):
-        logits: Tensor = model(prompt(3, seed=2), past_key_values=cache).logits
+        logits: Tensor = model(prompt(3, seed=2), cache=cache).logits
     return logits.float()
 
 

@@ -62,7 +62,7 @@ def only_attach(model: PreTrainedModel, cache: PolicyCache) -> None:
 
 def read_by_hand(model: PreTrainedModel, cache: PolicyCache) -> None:
     with cache.attached(model):
-        model(batch_of(30)["inputs"], past_key_values=cache)
+        model(batch_of(30)["inputs"], cache=cache)
 
 
 def read_and_generate(model: PreTrainedModel, cache: PolicyCache, **how: Any) -> None:

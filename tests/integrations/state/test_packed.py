@@ -179,19 +179,19 @@ def test_copies_of_a_cache_go_their_own_ways(fork: Any) -> None:
     model, cache = tiny_model("llama", seed=1), PolicyCache(AdaKV(0.3, window_size=4))
     ids = torch.tensor([random_tokens(0, 50)])
     with torch.no_grad(), cache.attached(model):
-        model(ids, past_key_values=cache)
-        model(ids[:, :1], past_key_values=cache)
+        model(ids, cache=cache)
+        model(ids[:, :1], cache=cache)
     other = fork(cache)
     assert any(isinstance(layer.held, Packed) for layer in other.layers)
     logits = []
     for each, token in ((cache, 3), (other, 4), (cache, 5), (other, 5)):
         with torch.no_grad(), each.attached(model):
-            logits.append(model(torch.tensor([[token]]), past_key_values=each).logits)
+            logits.append(model(torch.tensor([[token]]), cache=each).logits)
     alone = PolicyCache(AdaKV(0.3, window_size=4))
     with torch.no_grad(), alone.attached(model):
-        model(ids, past_key_values=alone)
+        model(ids, cache=alone)
         for token in (int(ids[0, 0]), 4, 5):
-            last = model(torch.tensor([[token]]), past_key_values=alone).logits
+            last = model(torch.tensor([[token]]), cache=alone).logits
     assert torch.equal(last, logits[3])
     assert not torch.allclose(logits[2], logits[3])
 

@@ -47,7 +47,7 @@ def prefilled(policy: CachePolicy, lengths: tuple[int, ...]) -> PolicyCache:
     store = PolicyCache(policy)
     ids, mask = left_padded([random_tokens(row, length) for row, length in enumerate(lengths)])
     with torch.no_grad(), store.attached(llama()):
-        llama()(ids, attention_mask=mask, past_key_values=store)
+        llama()(ids, attention_mask=mask, cache=store)
     return store
 
 
@@ -112,7 +112,7 @@ def test_each_row_keeps_what_it_keeps_alone() -> None:
     for row, length in enumerate(lengths):
         alone = PolicyCache(POLICIES["adakv"])
         ids = torch.tensor([random_tokens(row, length)])
-        llama().generate(ids, past_key_values=alone, max_new_tokens=1)
+        llama().generate(ids, cache=alone, max_new_tokens=1)
         for here, there in zip(together.layers, alone.layers, strict=True):
             for head in range(2):
                 mine, own = here.positions[row, head], there.positions[0, head]
@@ -174,7 +174,7 @@ def test_an_empty_cache_and_tokens_that_were_appended() -> None:
     assert PolicyCache(AdaKV()).report().total == LayerReport(0, 0.0, 0, 0)
     store = prefilled(CachePolicy(None, FiveAndEleven(), PassAllPropagation()), (40,))
     with torch.no_grad(), store.attached(llama()):
-        llama()(torch.tensor([[7]]), past_key_values=store)
+        llama()(torch.tensor([[7]]), cache=store)
     (line, *_) = store.report().layers
     assert (line.kept, line.padding_bytes, line.held_bytes) == (
         9.0,

@@ -41,9 +41,7 @@ def model() -> PreTrainedModel:
 
 
 def generate(model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor) -> Tensor:
-    return model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=7, do_sample=False
-    )
+    return model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=7, do_sample=False)
 
 
 def saved(model: PreTrainedModel, path: Path, policy: CachePolicy | None = None) -> Path:
@@ -396,7 +394,7 @@ UNFIT: dict[str, tuple[str, Change]] = {
 
 def read(model: PreTrainedModel, cache: PolicyCache, ids: Tensor, mask: Tensor) -> None:
     with torch.no_grad(), cache.attached(model):
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
 
 
 def two_rows(model: PreTrainedModel, path: Path) -> Path:

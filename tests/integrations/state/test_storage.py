@@ -55,12 +55,12 @@ def turns(model: PreTrainedModel, cache: PolicyCache) -> tuple[list[Tensor], lis
             new = ids if turn == 0 else torch.tensor([random_tokens(5, 25), random_tokens(6, 25)])
             if turn:
                 mask = torch.cat([mask, torch.ones_like(new)], dim=1)
-            logits.append(model(new, attention_mask=mask, past_key_values=cache).logits[:, -1])
+            logits.append(model(new, attention_mask=mask, cache=cache).logits[:, -1])
             kept.append([layer.positions for layer in cache.layers])
             for step in range(9):
                 token = torch.full((2, 1), 3 + step)
                 mask = torch.cat([mask, torch.ones_like(token)], dim=1)
-                output = model(token, attention_mask=mask, past_key_values=cache)
+                output = model(token, attention_mask=mask, cache=cache)
                 logits.append(output.logits[:, -1])
             cache.crop(-3)
             mask = mask[:, :-3]
@@ -98,7 +98,7 @@ def test_beams_over_quantised_storage(model: PreTrainedModel, backend: str) -> N
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=PolicyCache(SnapKV(0.4), storage),
+        cache=PolicyCache(SnapKV(0.4), storage),
         max_new_tokens=6,
         num_beams=3,
         do_sample=False,
@@ -120,7 +120,7 @@ def test_a_group_that_does_not_divide_the_head(model: PreTrainedModel, backend: 
     cache = PolicyCache(SnapKV(0.4), QuantizedStorage(backend, q_group_size=64))
     ids = torch.tensor([random_tokens(0, 60)])
     with torch.no_grad(), cache.attached(model), pytest.raises(ValueError, match="q_group_size"):
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     assert cache.get_seq_length() == 0
 
 

@@ -189,7 +189,7 @@ class AloneRow:
         ids = torch.tensor([list(tokens)])
         mask = torch.ones(1, self.seen + len(tokens), dtype=torch.int64)
         with self.cache.attached(self.model):
-            output: Any = self.model(input_ids=ids, attention_mask=mask, past_key_values=self.cache)
+            output: Any = self.model(input_ids=ids, attention_mask=mask, cache=self.cache)
         self.said += tokens
         logits: Tensor = output.logits[0]
         whole = range(len(logits)) if len(logits) == len(tokens) else [len(logits) - 1]

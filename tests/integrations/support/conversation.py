@@ -311,7 +311,7 @@ def run_turn(
     output = model.generate(
         ids,
         attention_mask=mask,
-        past_key_values=store,
+        cache=store,
         max_new_tokens=1 + num_decode,
         do_sample=False,
         return_dict_in_generate=True,

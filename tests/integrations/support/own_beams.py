@@ -27,10 +27,10 @@ def assert_beams_are_dense(model: PreTrainedModel, ids: Tensor) -> None:
         "output_scores": True,
         "length_penalty": 0.0,
     }
-    own: Any = model.generate(ids, past_key_values=DynamicCache(config=model.config), **asked)
-    full: Any = model.generate(ids, past_key_values=PolicyCache(FullContext()), **asked)
+    own: Any = model.generate(ids, cache=DynamicCache(config=model.config), **asked)
+    full: Any = model.generate(ids, cache=PolicyCache(FullContext()), **asked)
     assert torch.equal(full.sequences, own.sequences)
-    found: Any = model.generate(ids, past_key_values=PolicyCache(StreamingLLM(0.3)), **asked)
+    found: Any = model.generate(ids, cache=PolicyCache(StreamingLLM(0.3)), **asked)
     length, place = 44, torch.arange(44)
     kept = (place < 4) | (place >= 32)
     see = torch.where((place >= 40)[:, None], kept, True) & (place[:, None] >= place)

@@ -95,7 +95,7 @@ def read_two_turns(
             acts = index in (0, 1 + SAID)
             if index and acts:
                 store.start_turn()
-            output = model(ids, attention_mask=mask, past_key_values=store)
+            output = model(ids, attention_mask=mask, cache=store)
             read.logits.append(output.logits[:, -1])
             if acts:
                 read.acts.append(copy.deepcopy(store))

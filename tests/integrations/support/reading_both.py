@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from tests.integrations.support.bounded_row import Bound, BoundedRow
 from tests.integrations.support.comparison import Columns, Comparison, Row, tensors
 from tests.reference import PAD_TOKEN_ID
@@ -112,7 +113,7 @@ class ReadingBoth(Comparison):
         output: Any = self.model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=self.cache,
+            cache=self.cache,
             max_new_tokens=count,
             do_sample=False,
             return_dict_in_generate=True,
@@ -199,7 +200,7 @@ class ReadingBoth(Comparison):
             inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, seen:]
         if not call.mask and bool(mask.all()):
             del inputs["attention_mask"]
-        inputs["past_key_values"] = self.cache
+        inputs[CACHE] = self.cache
         if call.keep:
             inputs["logits_to_keep"] = call.keep
         if call.states:

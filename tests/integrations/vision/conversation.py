@@ -70,7 +70,7 @@ def converse(
         width = inputs["input_ids"].shape[1]
         output = model.generate(
             **inputs,
-            past_key_values=store,
+            cache=store,
             max_new_tokens=ANSWER,
             do_sample=False,
             output_logits=True,

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import H2O, FastKV, FullContext, GemFilter, SnapKV
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.test_generation import CHUNKS_GO_ON
@@ -59,7 +60,7 @@ def read(
     store = PolicyCache(policy_of(name, method))
     output: Any = model_of(name).generate(
         **inputs_of(name, rows),
-        past_key_values=store,
+        cache=store,
         max_new_tokens=3,
         do_sample=False,
         prefill_chunk_size=chunk,
@@ -122,7 +123,7 @@ def granite(policy: CachePolicy, chunk: int) -> Tensor:
                 inputs_embeds=embeds[:, here],
                 vision_mask=mask[:, here],
                 deepstack_features={index: each[own] for index, each in enumerate(features)},
-                past_key_values=store,
+                cache=store,
             )
     last: Tensor = output.last_hidden_state[:, -1]
     return last
@@ -181,7 +182,7 @@ def by_hand(store: PolicyCache, ends: tuple[int, ...]) -> Tensor:
         output = model(
             inputs_embeds=embeds[:, start:stop],
             token_type_ids=types[:, :stop],
-            past_key_values=store,
+            cache=store,
         )
     return output.logits[:, -1]
 
@@ -192,7 +193,7 @@ def by_hand(store: PolicyCache, ends: tuple[int, ...]) -> Tensor:
 def test_a_chunk_that_cuts_what_sees_each_other(name: str, method: str, chunk: int) -> None:
     """Refused before anything is read, and the cache goes on."""
     store = PolicyCache(policy_of(name, method))
-    inputs = {**inputs_of(name, (0, 1)), "past_key_values": store, "max_new_tokens": 2}
+    inputs = {**inputs_of(name, (0, 1)), CACHE: store, "max_new_tokens": 2}
     with pytest.raises(UnsupportedGenerationError, match=r"prefill_chunk_size.* see later ones"):
         model_of(name).generate(**inputs, prefill_chunk_size=chunk)
     assert not store.get_seq_length()
@@ -200,7 +201,7 @@ def test_a_chunk_that_cuts_what_sees_each_other(name: str, method: str, chunk: i
 
 
 def test_a_size_that_cuts_nothing_is_named() -> None:
-    inputs = {**inputs_of("gemma3", (0,)), "past_key_values": PolicyCache(FullContext())}
+    inputs = {**inputs_of("gemma3", (0,)), CACHE: PolicyCache(FullContext())}
     with pytest.raises(UnsupportedGenerationError, match=r"column 20, .* got 20; give 38, or None"):
         model_of("gemma3").generate(**inputs, prefill_chunk_size=20)
 
@@ -229,12 +230,12 @@ def test_types_of_a_chunk_alone() -> None:
     ids, types = given["input_ids"], given["token_type_ids"]
     with store.attached(model_of("gemma3")):
         store.start_turn(prompt_len=ids.shape[1])
-        model_of("gemma3")(ids[:, :9], token_type_ids=types[:, :9], past_key_values=store)
+        model_of("gemma3")(ids[:, :9], token_type_ids=types[:, :9], cache=store)
         with pytest.raises(UnsupportedModelError, match=r"token_type_ids must be .*\[batch, 36\]"):
             model_of("gemma3")(
                 inputs_embeds=torch.zeros(1, 27, 48),
                 token_type_ids=types[:, 9:36],
-                past_key_values=store,
+                cache=store,
             )
 
 
@@ -245,7 +246,7 @@ def test_a_prompt_that_sees_itself_without_types() -> None:
     with store.attached(model):
         store.start_turn(prompt_len=ids.shape[1])
         with pytest.raises(UnsupportedModelError, match="in one forward"):
-            model(ids[:, :20], past_key_values=store)
+            model(ids[:, :20], cache=store)
 
 
 @torch.no_grad()
@@ -266,7 +267,7 @@ def test_what_follows_a_prompt_that_sees_itself(method: str) -> None:
                 output = model(
                     inputs_embeds=embeds[:, start:stop],
                     token_type_ids=types[:, :stop],
-                    past_key_values=store,
+                    cache=store,
                 )
         outputs.append(output.logits[:, -1])
     for found in outputs[1:]:
@@ -278,8 +279,8 @@ def test_what_follows_a_prompt_that_sees_itself(method: str) -> None:
 def test_drafts_behind_images(name: str, method: str) -> None:
     """The prompt is read in a forward that brings draft tokens along, and taken as two."""
     inputs = {**inputs_of(name, (0,)), "max_new_tokens": 8, "do_sample": False}
-    want = model_of(name).generate(**inputs, past_key_values=PolicyCache(policy_of(name, method)))
+    want = model_of(name).generate(**inputs, cache=PolicyCache(policy_of(name, method)))
     found = model_of(name).generate(
-        **inputs, past_key_values=PolicyCache(policy_of(name, method)), prompt_lookup_num_tokens=3
+        **inputs, cache=PolicyCache(policy_of(name, method)), prompt_lookup_num_tokens=3
     )
     assert torch.equal(found, want)

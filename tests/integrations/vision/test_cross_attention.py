@@ -199,13 +199,13 @@ def test_a_failure_behind_an_image_is_undone(turn: int) -> None:
     more = images(ROWS[:1])
     with store.attached(model()):
         if turn:
-            model()(ids, past_key_values=store, **more)
+            model()(ids, cache=store, **more)
             store.start_turn()
         before = held(store)
         handle = decoder_layers(model())[-1].register_forward_hook(fail)
         try:
             with pytest.raises(Broken):
-                model()(ids, past_key_values=store, **({} if turn else more))
+                model()(ids, cache=store, **({} if turn else more))
         finally:
             handle.remove()
     assert len(held(store)) == len(before)

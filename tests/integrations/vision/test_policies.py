@@ -203,7 +203,7 @@ def test_a_forward_by_hand_is_what_generate_computes(name: str, method: str) -> 
     # `generate` counts a padded row's positions from its first token.
     inputs["position_ids"] = positions_by_hand(name, inputs)
     with torch.no_grad(), store.attached(model):
-        logits = model(**inputs, past_key_values=store, logits_to_keep=1).logits
+        logits = model(**inputs, cache=store, logits_to_keep=1).logits
     assert float((logits[:, -1] - expected).abs().max()) <= TOLERANCE
     assert store.get_seq_length() == inputs["input_ids"].shape[1]
 

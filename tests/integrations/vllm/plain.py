@@ -27,7 +27,7 @@ def plain_cache(document: ServedDocument) -> DynamicCache:
 def served_logits(model: Any, document: ServedDocument, question: Tensor) -> Tensor:
     """Logits of a question ``[count]`` that directly follows a document's entries."""
     places = torch.arange(document.length, document.length + len(question))[None]
-    output = model(question[None], past_key_values=plain_cache(document), position_ids=places)
+    output = model(question[None], cache=plain_cache(document), position_ids=places)
     return output.logits[0]
 
 
@@ -38,7 +38,7 @@ def read_prompt(
     """A cache that has read prompts ``[batch, len]`` under a policy."""
     cache = PolicyCache(policy)
     with cache.attached(model):
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
     return cache
 
 
@@ -46,7 +46,7 @@ def read_prompt(
 def appended_logits(model: Any, cache: PolicyCache, question: Tensor) -> Tensor:
     """Logits of a question that is appended to a cache of one row."""
     with cache.attached(model):
-        return model(question[None], past_key_values=cache).logits[0]
+        return model(question[None], cache=cache).logits[0]
 
 
 def damage(path: Path, name: str = "layers.3.values") -> None:

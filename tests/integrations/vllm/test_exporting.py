@@ -142,9 +142,9 @@ def test_other_layouts_of_rotated_channels(kind: str, tmp_path: Path) -> None:
 
 def test_after_several_turns_and_an_answer(llama: Any, tmp_path: Path) -> None:
     cache = PolicyCache(FastKV(tsp_rate=0.5, retention_rate=0.3, window_size=4))
-    first = llama.generate(PROMPT[:, :40], past_key_values=cache, max_new_tokens=3)
+    first = llama.generate(PROMPT[:, :40], cache=cache, max_new_tokens=3)
     second = torch.cat([first, PROMPT[:, 40:]], dim=1)
-    llama.generate(second, past_key_values=cache, max_new_tokens=4)
+    llama.generate(second, cache=cache, max_new_tokens=4)
     document = export(cache, llama, tmp_path / "it.safetensors")
     assert document.read_len == cache.get_seq_length() == 67
     wanted = appended_logits(llama, cache, QUESTION)
@@ -178,7 +178,7 @@ def test_a_row_of_a_padded_batch(policy: CachePolicy, llama: Any, tmp_path: Path
 def test_offloaded_and_saved_caches(llama: Any, tmp_path: Path) -> None:
     cache = PolicyCache(SnapKV(0.3, window_size=4), OffloadedStorage())
     with torch.no_grad(), cache.attached(llama):
-        llama(PROMPT, past_key_values=cache)
+        llama(PROMPT, cache=cache)
     cache.save(tmp_path / "saved")
     loaded = PolicyCache.load(tmp_path / "saved")
     for each in (cache, loaded):
@@ -299,7 +299,7 @@ def test_caches_are_refused_by_what_they_hold(llama: Any, tmp_path: Path) -> Non
         export(cache, tiny_model("llama", seed=9), path)
     cache = PolicyCache(SnapKV(0.3, window_size=4), QuantizedStorage(q_group_size=8))
     with torch.no_grad(), cache.attached(llama):
-        llama(PROMPT, past_key_values=cache)
+        llama(PROMPT, cache=cache)
     with pytest.raises(ValueError, match="storage of the cache must hold keys exactly"):
         export(cache, llama, path)
 

@@ -149,7 +149,7 @@ def test_in_a_model_rows_drop_as_they_would_alone() -> None:
         """For every row the tokens that each layer passes on where any does, and the logits."""
         cache = PolicyCache(policy)
         with cache.attached(model), torch.no_grad():
-            logits = model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1]
+            logits = model(ids, attention_mask=mask, cache=cache).logits[:, -1]
         passed = [cache.propagated[layer] for layer in sorted(cache.propagated)]
         return [
             [[int(token) for token in of_layer[row] if token >= 0] for of_layer in passed]

@@ -23,6 +23,7 @@ from transformers import DynamicCache, GenerationMixin
 import kvpolicy
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FullContext, SnapKV
 
 # Each makes a cache for an answer of so many tokens. All of them keep everything.
@@ -85,11 +86,11 @@ def generating_twice(
     def prepare_and_note(
         self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE)
         result = prepare(self, generation_config, model_kwargs, *args, **kwargs)
         watched = _watched.get()
         if watched is not None and watched.model is self and not watched.is_known:
-            watched.note(given, generation_config, model_kwargs.get("past_key_values"))
+            watched.note(given, generation_config, model_kwargs.get(CACHE))
         return result
 
     @functools.wraps(generate)
@@ -146,7 +147,7 @@ class _Call:
             raise
 
     def _made(self, arguments: Arguments, cache: Any = None) -> Any:
-        given = {} if cache is None else {"past_key_values": cache}
+        given = {} if cache is None else {CACHE: cache}
         return self.generate(self.model, *arguments.positional, **{**arguments.named, **given})
 
     def _compare(

@@ -64,7 +64,7 @@ def answer() -> None:
     prompt = NeedleTask(context_len=1024).prompts(1)[0]
     cache = PolicyCache(FastKV(tsp_layer=3, tsp_rate=0.2, retention_rate=0.1))
     ids = torch.tensor([prompt.input_ids])
-    output = load_model().generate(ids, past_key_values=cache, max_new_tokens=3)
+    output = load_model().generate(ids, cache=cache, max_new_tokens=3)
     assert tuple(output[0, -3:].tolist()) == prompt.answer
     assert 0.1 < cache.report().total.share < 0.11
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM, TokenSelectivePropagation
 from tests.integrations.model.builds.dense import Seen, UnjudgedError, dense_logits
 from tests.integrations.model.builds.sizes import FIRST_SPECIAL_ID, WINDOW
@@ -76,7 +77,7 @@ def generate(model: PreTrainedModel, rows: list[list[int]], store: Any = None) -
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    given = {} if store is None else {"past_key_values": store}
+    given = {} if store is None else {CACHE: store}
     return model.generate(
         ids,
         attention_mask=mask,

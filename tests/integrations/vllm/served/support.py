@@ -145,9 +145,7 @@ class Written:
         cache = copy.deepcopy(self.caches[name])
         whole = torch.cat([self.ids, torch.tensor([list(question)])], dim=1)
         with cache.appending():
-            output = self.model.generate(
-                whole, past_key_values=cache, max_new_tokens=count, do_sample=False
-            )
+            output = self.model.generate(whole, cache=cache, max_new_tokens=count, do_sample=False)
         return output[0, whole.shape[1] :].tolist()
 
     @torch.no_grad()
@@ -159,7 +157,7 @@ class Written:
         cache = copy.deepcopy(self.caches[name])
         ids = torch.tensor([[*question, *answer[:-1]]])
         with cache.attached(self.model):
-            output = self.model(ids, past_key_values=cache)
+            output = self.model(ids, cache=cache)
         logits = output.logits[0, len(question) - 1 :].float()
         chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
         return float((logits.amax(dim=1) - chosen).max())
