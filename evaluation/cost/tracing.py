@@ -39,7 +39,7 @@ from kvpolicy.integrations.transformers.model.finding import (
     takes_own_caches_only,
 )
 from kvpolicy.integrations.transformers.model.kinds import check_kinds, kinds_of
-from kvpolicy.integrations.transformers.surface import CACHE, cache_of, set_implementation
+from kvpolicy.integrations.transformers.surface import ATTN_IMPLEMENTATION, CACHE, cache_of
 
 NAME = "kvpolicy_shapes"
 TOKENS = 2
@@ -124,7 +124,7 @@ def _built(config: Any, text: Any) -> nn.Module:
             # A vision tower may accept only the attention names that it knows.
             options["attn_implementation"] = "eager"
             model = AutoModelForImageTextToText.from_config(config, **options)
-            set_implementation(model.config.get_text_config(decoder=True), NAME)
+            setattr(model.config.get_text_config(decoder=True), ATTN_IMPLEMENTATION, NAME)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")
     built: nn.Module = model.eval()

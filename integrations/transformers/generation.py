@@ -23,13 +23,13 @@ from kvpolicy.integrations.transformers.forward.fixed_answer import FixedAnswer
 from kvpolicy.integrations.transformers.forward.static_decoding import IMPLEMENTATIONS
 from kvpolicy.integrations.transformers.model.both_ways import cuts_of
 from kvpolicy.integrations.transformers.surface import (
+    ATTN_IMPLEMENTATION,
     CACHE,
     CACHE_NAMES,
     MASKS_OF_STEP,
     GenerationMode,
     create_masks_for_generate,
     given_cache,
-    implementation_of,
 )
 from kvpolicy.policy import CachePolicy
 
@@ -294,7 +294,7 @@ def check_generation(
         # Attention weights would be as wide as the fixed buffers.
         may_be_static=not (chunked or config.output_attentions)
         and alone
-        and implementation_of(model.config) in IMPLEMENTATIONS,
+        and getattr(model.config, ATTN_IMPLEMENTATION) in IMPLEMENTATIONS,
         takes_back=mode == GenerationMode.ASSISTED_GENERATION,
         unhooked=_answer_len(config, given) if alone else None,
     )

@@ -10,8 +10,8 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     DynamicCache,
-    GPTJConfig,
-    GPTJForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -325,11 +325,13 @@ def test_positions_that_are_stretched() -> None:
 
 
 def unsupported_models() -> dict[str, tuple[Any, str]]:
-    gptj = GPTJConfig(vocab_size=97, n_embd=16, n_layer=2, n_head=2, rotary_dim=4)
+    falcon = FalconConfig(
+        vocab_size=97, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, alibi=False
+    )
     bloom = BloomConfig(vocab_size=97, hidden_size=16, n_layer=2, n_head=2)
     t5 = T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
     return {
-        "own attention": (GPTJForCausalLM(gptj), "shows no queries: it reads queries"),
+        "own attention": (FalconForCausalLM(falcon), "shows no queries: it reads queries"),
         "counting in columns": (BloomForCausalLM(bloom), "but BloomBlock adds alibi to them"),
         "encoder-decoder": (T5ForConditionalGeneration(t5), "must be decoder-only"),
     }
@@ -391,7 +393,6 @@ def test_own_attention_in_a_tested_family_is_checked() -> None:
             hidden_states: Tensor,
             position_embeddings: Any = None,
             attention_mask: Any = None,
-            past_key_values: Any = None,
             **kwargs: Any,
         ) -> tuple[Tensor, None]:
             batch, length, _ = hidden_states.shape
@@ -400,8 +401,8 @@ def test_own_attention_in_a_tested_family_is_checked() -> None:
                 part(hidden_states).view(each).transpose(1, 2)
                 for part in (self.q_proj, self.k_proj, self.v_proj)
             )
-            if past_key_values is not None:
-                keys, values = past_key_values.update(keys, values, self.layer_idx)
+            if kwargs.get(CACHE) is not None:
+                keys, values = kwargs[CACHE].update(keys, values, self.layer_idx)
             output = scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
             return self.o_proj(output.transpose(1, 2).reshape(batch, length, -1)), None
 

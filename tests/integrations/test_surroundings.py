@@ -115,10 +115,29 @@ def test_prefix_tuning_is_refused_by_name(model: PreTrainedModel) -> None:
     assert cache.get_seq_length() == 0
 
 
+def finds_the_cache(wrapped: Any) -> bool:
+    """Whether PEFT knows that a decoded token follows others: its virtual tokens come once."""
+    lengths: list[int] = []
+    handle = (
+        wrapped.get_base_model()
+        .model.layers[0]
+        .register_forward_hook(lambda module, args, output: lengths.append(args[0].shape[1]))
+    )
+    try:
+        generate(wrapped, None, prompt(60), max_new_tokens=3)
+    finally:
+        handle.remove()
+    return lengths == [65, 1, 1]
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
 def test_prompt_tuning(model: PreTrainedModel) -> None:
     wrapped = adapted(model, "PromptTuningConfig", num_virtual_tokens=5)
+    if not finds_the_cache(wrapped):
+        with pytest.raises(UnsupportedModelError, match="must not be PROMPT_TUNING with these"):
+            generate(wrapped, PolicyCache(FullContext()), prompt(60))
+        return
     assert torch.equal(
         generate(wrapped, PolicyCache(FullContext()), prompt(60)),
         generate(wrapped, None, prompt(60)),

@@ -15,7 +15,7 @@ from kvpolicy.integrations.transformers.model.call_arguments import by_name, sig
 from kvpolicy.integrations.transformers.model.observing import observe, unobserve
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.routing import route, unroute, users_of
-from kvpolicy.integrations.transformers.surface import CACHE, under_own_name
+from kvpolicy.integrations.transformers.surface import CACHE, cache_name
 from kvpolicy.policy import CachePolicy
 
 DecoderHook = Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]
@@ -284,6 +284,14 @@ class Attachment(_Hooks):
             model.register_forward_hook(self.after_model, with_kwargs=True, always_call=True),
         ]
 
+    def _renamed(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call with the cache under the name that the module wants."""
+        name = cache_name(type(module).forward)
+        if name is None or kwargs.get(name) is self.cache:
+            return kwargs
+        others = {key: each for key, each in kwargs.items() if each is not self.cache}
+        return {**others, name: self.cache} if len(others) < len(kwargs) else kwargs
+
     def before_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -293,7 +301,7 @@ class Attachment(_Hooks):
         """
         if kwargs is None or not carries(self.cache, args, kwargs):
             return None
-        kwargs = under_own_name(type(module).forward, self.cache, kwargs)
+        kwargs = self._renamed(module, kwargs)
         arguments = by_name(module, args, kwargs)
         keep = arguments.get("logits_to_keep")
         known = "logits_to_keep" in signature(type(module).forward).parameters
@@ -329,7 +337,7 @@ class Attachment(_Hooks):
         """Hook before a module that calls the decoder: remember its mask and its tokens' kinds."""
         if kwargs is None or not carries(self.cache, args, kwargs):
             return None
-        kwargs = under_own_name(type(module).forward, self.cache, kwargs)
+        kwargs = self._renamed(module, kwargs)
         arguments = by_name(module, args, kwargs)
         self.listener.note_call(arguments, self.parts.kinds_of(arguments))
         return args, kwargs
@@ -348,7 +356,7 @@ class Attachment(_Hooks):
         """Hook before the decoder: begin a forward if the call carries the cache."""
         if kwargs is None or not carries(self.cache, args, kwargs):
             return None
-        kwargs = under_own_name(type(module).forward, self.cache, kwargs)
+        kwargs = self._renamed(module, kwargs)
         return (), self.listener.begin_forward(by_name(module, args, kwargs))
 
     def after_decoder(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.model.call_arguments import signature
-from kvpolicy.integrations.transformers.surface import CACHE, MASKS_OF_STEP, set_implementation
+from kvpolicy.integrations.transformers.surface import ATTN_IMPLEMENTATION, CACHE, MASKS_OF_STEP
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 
@@ -151,7 +151,7 @@ class _Masks:
         self._makes = getattr(type(model), MASKS_OF_STEP)
         self._name = name
         self._config = copy.deepcopy(model.config)
-        set_implementation(self._config, "eager")  # has a number for every pair of tokens
+        setattr(self._config, ATTN_IMPLEMENTATION, "eager")  # has a number for every pair of tokens
         self._made: dict[tuple[int, ...], Tensor] = {}
 
     def sees(self, types: list[int]) -> Tensor:

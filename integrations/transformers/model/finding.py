@@ -193,7 +193,10 @@ def find_attention(layer: nn.Module, index: int) -> nn.Module | None:
         UnsupportedModelError: Several modules do.
     """
     found = [each for each in _calling_interface(layer) if _is_of_layer(each, index)]
-    # A second module may attend to the tokens of an encoder, which a decoder alone does not call.
+    # A second module may attend to what earlier layers gave for the same token, without the cache.
+    if len(found) > 1:
+        found = [each for each in found if cache_name(type(each).forward)] or found
+    # Another may attend to the tokens of an encoder, which a decoder alone does not call.
     if len(found) > 1:
         found = [each for each in found if not _is_cross(layer, each)] or found
     if len(found) > 1:

@@ -33,7 +33,7 @@ from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEME
 from kvpolicy.integrations.transformers.model.quirks import ModelQuirks
 from kvpolicy.integrations.transformers.model.rotary import stretch
 from kvpolicy.integrations.transformers.model.temperature import Temperature
-from kvpolicy.integrations.transformers.surface import implementation_of
+from kvpolicy.integrations.transformers.surface import ATTN_IMPLEMENTATION
 from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy
 
@@ -119,7 +119,7 @@ class ModelParts:
         Raises:
             UnsupportedModelError: The form of its masks is not known.
         """
-        name = implementation_of(self.config)
+        name = str(getattr(self.config, ATTN_IMPLEMENTATION))
         known = IMPLEMENTATIONS if self.shows_queries else DENSE
         if name not in known:
             raise UnsupportedModelError(

@@ -32,9 +32,9 @@ from kvpolicy.integrations.transformers.model.masks import (
     of_picked_blocks,
 )
 from kvpolicy.integrations.transformers.surface import (
+    ATTN_IMPLEMENTATION,
     StandInConfig,
     attention_functions,
-    implementation_of,
     sdpa_attention_forward,
 )
 from kvpolicy.layer_inputs import AttentionSettings
@@ -137,7 +137,7 @@ class RoutedConfig(StandInConfig):
     @property
     def attention_name(self) -> str:
         """The name of `routed_attention`; inside of it, that of the module's own function."""
-        return implementation_of(self.original) if _inside.get() else ROUTED
+        return str(getattr(self.original, ATTN_IMPLEMENTATION)) if _inside.get() else ROUTED
 
 
 def route(attention: Any) -> None:
@@ -230,7 +230,9 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     attend = _replacing.get().get(id(module)) or own_function(module)
     picked = "indices" in kwargs or "block_indices" in kwargs
-    if picked and implementation_of(module.config) in DENSE:  # kernels apply the choice themselves
+    if (
+        picked and getattr(module.config, ATTN_IMPLEMENTATION) in DENSE
+    ):  # kernels apply the choice themselves
         attention_mask = _as_picked(module, query, key, attention_mask, kwargs)
     pending = waiting.get()
     if pending is None or not pending[0].waits_for(key, own=pending[2] is module):
@@ -253,7 +255,7 @@ def _as_picked(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[
     if slots is None and blocks is None:
         return mask
     if mask is None:
-        how = {"implementation": implementation_of(module.config), "spare": False}
+        how = {"implementation": getattr(module.config, ATTN_IMPLEMENTATION), "spare": False}
         lengths = key.shape[2], query.shape[2]
         mask = causal_mask(*lengths, dtype=query.dtype, device=query.device, **how)
     if slots is not None:
@@ -273,7 +275,7 @@ def own_function(attention: Any) -> Attend:
     """Return the attention function that a module would call without any attached cache."""
     interface, default = _functions(type(attention).forward)
     config = attention.config
-    name = implementation_of(config.original if type(config) is RoutedConfig else config)
+    name = getattr(config.original if type(config) is RoutedConfig else config, ATTN_IMPLEMENTATION)
     try:
         function: Attend = interface[name]
     except KeyError:

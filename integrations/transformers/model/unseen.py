@@ -1,6 +1,6 @@
 """Support layers with their own attention function, whose queries cannot be observed.
 
-Such layers (in Falcon, GPT-J, GPT-Neo, XGLM and others) call no function of `AttentionInterface`.
+Such layers (in Falcon, GPT-Neo, XGLM and others) call no function of `AttentionInterface`.
 Their keys and values still go through the cache. A policy that needs no queries can choose among
 them when the cache gets them. The layer attends to all of them in that forward.
 

@@ -63,16 +63,16 @@ def test_what_cannot_work_says_why(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_reasons_name_classes_in_sentences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", saved("gptj", tmp_path)]) == 0
+    assert main(["check", saved("falcon", tmp_path)]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "no: adakv cannot be applied to GPTJForCausalLM, whose attention" in out
+    assert "no: adakv cannot be applied to FalconForCausalLM, whose attention" in out
     assert not re.search(r"\w\(", out)
 
 
 def test_attention_that_shows_no_queries(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", saved("gptj", tmp_path)]) == 0
+    assert main(["check", saved("falcon", tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "attention shows no queries: policies that read queries cannot be applied" in out
     work = {name for name, each in rows_of(out).items() if each.strip() == "yes"}
@@ -118,9 +118,9 @@ SAID = {
     "nemotron_h": ("pyramidinfer", "layers after which pyramidinfer drops tokens must attend"),
     "hy_v4": ("pyramidinfer", "must not pick slots by an indexer for a later layer"),
     "gemma3n_text": ("sliminfer", "stages must each drop after a layer of its own"),
-    "codegen": (
+    "xglm": (
         "fastkv",
-        "fastkv cannot be applied to CodeGenForCausalLM, whose attention does not go through "
+        "fastkv cannot be applied to XGLMForCausalLM, whose attention does not go through "
         "Transformers' AttentionInterface and shows no queries: it reads queries; use a policy "
         "that does not, such as StreamingLLM, KeyNorm or KeyDiff",
     ),

@@ -79,7 +79,7 @@ def test_an_answer_about_an_image(rule: str) -> None:
 
 
 def test_rules_of_queries_where_attention_shows_none() -> None:
-    model = builds()["gptj"].model()
+    model = builds()["falcon"].model()
     cache = PolicyCache(StreamingLLM(retention_tokens=12, decoding=SnapKV().decoding_rule(12)))
     message = r"must not read queries .* layers \[0, 1, 2, 3\]; use the rule of StreamingLLM"
     with pytest.raises(UnsupportedModelError, match=message), cache.attached(model):

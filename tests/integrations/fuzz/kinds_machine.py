@@ -74,7 +74,7 @@ KINDS: dict[str, Kind] = {
     "indexers": Kind(("deepseek_v32", "glm_moe_dsa", "hy_v4"), frozenset({"pyramid"})),
     "chunks": Kind(("llama4_text",), WINDOWS),
     "BERT": Kind(("bert", "electra")),
-    "no queries": Kind(("gptj", "falcon", "codegen"), drops=False, queries=False),
+    "no queries": Kind(("falcon", "falcon_grouped", "xglm"), drops=False, queries=False),
 }
 
 

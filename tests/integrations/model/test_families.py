@@ -30,6 +30,7 @@ from kvpolicy.policies import (
     TokenSelectivePropagation,
 )
 from tests.families import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE
+from tests.integrations.support.versions import NO_QUERIES
 from tests.reference.dense import Act
 from tests.reference.family_dense import family_logits
 
@@ -43,7 +44,7 @@ REFUSED = {
 # Layers with a state among those with keys: tests/integrations/hybrids holds them.
 HYBRIDS = ("granitemoehybrid", "jamba", "lfm2", "qwen3_5", "qwen3_next")
 # Their attention shows no queries.
-UNSEEN = ("codegen", "falcon", "falcon_multi_query", "gpt_neo", "gptj")
+UNSEEN = ("falcon", "falcon_multi_query", "gpt_neo", *NO_QUERIES)
 # No rotary embedding, or keys that are more than turned; heads that share what is stored.
 UNTURNED = ("gpt2", "gpt_bigcode", "hunyuan_v1_dense", "opt")
 UNPROJECTED = ("deepseek_v2", "deepseek_v3")

@@ -31,12 +31,12 @@ from tests.integrations.model.builds.catalogue import Build, builds
 from tests.integrations.model.builds.judge import Judge
 from tests.integrations.support.own_beams import assert_beams_are_dense
 from tests.integrations.support.two_turns import off_in_two_turns
-from tests.integrations.support.versions import OLD
+from tests.integrations.support.versions import NO_QUERIES, OLD
 
 # Of one key head for all queries, of one for each; windows in columns; one mask for all heads.
 # The last attends both ways in an older Transformers, and is refused there.
 FAMILIES = (
-    *("falcon", "falcon_grouped", "gptj", "gpt_neo", "xglm"),
+    *("falcon", "falcon_grouped", "gpt_neo", "xglm", *NO_QUERIES),
     *(() if OLD else ("megatron-bert",)),
 )
 ROWS = [tokens(0, 40), tokens(1, 23)]

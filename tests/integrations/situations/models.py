@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from tests.integrations.fuzz.drawing import built, windowed
 from tests.integrations.hybrids.models import hybrid
 from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.support.versions import NO_QUERIES
 
 # Read by the slow reference too: shapes, with the layers' sliding windows.
 WINDOWS = (None, 16, None, 16)
@@ -62,7 +63,7 @@ KINDS: dict[str, Refuses] = {
     "deepseek_v32": Refuses(_AGAIN | {"criticalkv"}, chunked_drops=True),
     "hy_v4": Refuses(_AGAIN | _ASKING | {"pyramidinfer"}, chunked_drops=True),
     "bert": Refuses(_ASKING),
-    "gptj": Refuses(_LOOKING, bounds=_WATCHING),
+    "gptj": Refuses(_LOOKING, bounds=_WATCHING) if NO_QUERIES else Refuses(),
     "falcon": Refuses(_LOOKING, bounds=_WATCHING),
 }
 KINDS = {name: kind for name, kind in KINDS.items() if name in builds()}
