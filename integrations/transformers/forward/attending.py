@@ -23,6 +23,7 @@ from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.packed import Packed
 from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer, SharedLayer
+from kvpolicy.integrations.transformers.surface import DISTANCES
 
 
 class LayerAttention:
@@ -97,7 +98,9 @@ class LayerAttention:
         self.packed = (
             self._appends and isinstance(layer.contents.held, Packed) and masks.enter_packed(index)
         )
+        kwargs, distances = self._distances(index, kwargs)
         here = kwargs if self._reach.slots is None else self._reach.arguments(kwargs)
+        here = here if distances is None else {**here, DISTANCES: distances}
         self.note_places(here)
         if self.packed:  # needs no mask, and no positions to make one
             return {**here, "attention_mask": None}
@@ -115,6 +118,20 @@ class LayerAttention:
             own, mask = masks.own_block(kwargs), here.get("attention_mask")
             self._shared[index] = SharedKeys.of(layer, masks, self._reach, hidden, own, mask)
         return here
+
+    def _distances(
+        self, index: int, kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], Tensor | None]:
+        """Return a layer's arguments without distances of queries and keys, and these distances.
+
+        The distances are None if the layer takes none.
+        """
+        given = kwargs.get(DISTANCES)
+        if given is None:
+            return kwargs, None
+        others = {name: each for name, each in kwargs.items() if name != DISTANCES}
+        told = self.columns(index)
+        return others, given if told is None else told.distances.to(given.device)
 
     def _for_indexer(
         self, index: int, layer: IndexedLayer, hidden: Tensor, kwargs: dict[str, Any]

@@ -7,7 +7,6 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
@@ -87,38 +86,67 @@ class InputOrder:
 
 @attrs.frozen
 class Filling:
-    """Padding that gives a decoder's output as many tokens as its input, though some were dropped.
+    """Padding that gives layers' outputs as many tokens as the input, though some were dropped.
 
-    The last layer's output is padded, and the padding is cut off the decoder's output again; see
-    `ModelQuirks.refills`.
+    Hidden states stay at the places of their tokens. The next layer, and the decoder's output, get
+    them without the padding again; see `ModelQuirks.refills`.
 
     Args:
         count: Number of tokens of the input.
-        padding: Number of hidden states on the left that are padding.
+
+    Attributes:
+        slots: For each layer whose output was padded, the places of its tokens among all tokens of
+            the input, ``[batch, passed_len]`` int64, -1 on padding.
     """
 
     count: int
-    padding: int
+    slots: dict[int, Tensor] = attrs.field(factory=dict, init=False)
 
-    def filled(self, hidden: Tensor) -> Tensor:
-        """Return the last layer's output, padded on the left to the input's number of tokens."""
-        return pad(hidden, (0, 0, self.padding, 0))
+    def filled(self, index: int, hidden: Tensor, slots: Tensor | None, axis: int) -> Tensor:
+        """Return a layer's output with zeros at the places of the tokens that it does not have.
+
+        Args:
+            index: Index of the layer.
+            hidden: Its output.
+            slots: ``[batch, passed_len]`` int64, the places of its tokens; None if it has all.
+            axis: The axis of tokens, which follows that of rows.
+        """
+        if slots is None:
+            return hidden
+        self.slots[index] = slots
+        places = torch.where(slots < 0, self.count, slots).to(hidden.device)  # the last is cut off
+        shape = [1] * hidden.ndim
+        shape[axis - 1 : axis + 1] = places.shape
+        sizes = list(hidden.shape)
+        sizes[axis] = self.count + 1
+        whole = hidden.new_zeros(sizes)
+        return whole.scatter(axis, places.view(shape).expand_as(hidden), hidden).narrow(
+            axis, 0, self.count
+        )
 
     def cut(self, output: Any) -> Any:
         """Return a decoder's output without the padding that `filled` added."""
-        if not self.padding:
+        if not self.slots:
             return output
         if isinstance(output, tuple):
-            return tuple(map(self._cut, output))
-        for name in {"last_hidden_state", "hidden_states"} & output.keys():
-            output[name] = self._cut(output[name])
+            states = (self._each(part) if isinstance(part, tuple) else part for part in output[1:])
+            return (self._last(output[0]), *states)
+        for name, cut in (("last_hidden_state", self._last), ("hidden_states", self._each)):
+            if output.get(name) is not None:
+                output[name] = cut(output[name])
         return output
 
-    def _cut(self, states: Any) -> Any:
-        if isinstance(states, tuple):  # hidden states of all layers, or attention weights
-            return (*states[:-1], self._cut(states[-1])) if states else states
-        whole = getattr(states, "ndim", 0) == 3 and states.shape[1] == self.count
-        return states[:, self.padding :] if whole else states
+    def _last(self, hidden: Tensor) -> Tensor:
+        return self._cut(hidden, max(self.slots))
+
+    def _each(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Cut the hidden states before and behind each layer; not its attention weights."""
+        return tuple(self._cut(each, index - 1) for index, each in enumerate(states))
+
+    def _cut(self, hidden: Any, index: int) -> Any:
+        slots = self.slots.get(index)
+        whole = getattr(hidden, "ndim", 0) == 3 and hidden.shape[1] == self.count
+        return hidden if slots is None or not whole else take_columns(hidden, slots)
 
 
 def joined_outputs(first: Any, second: Any) -> Any:

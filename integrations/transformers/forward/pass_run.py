@@ -100,7 +100,8 @@ class PassRun:
         self._looking = False  # whether a layer is run until its queries are known
         self.attention = LayerAttention(call, made, at)
         self.columns = self.attention.columns
-        self._filling: Filling | None = None
+        refills = call.model.quirks.refills
+        self._filling = Filling(at.reach.count) if refills else None
         self._queries.begin(at)
         self._waits = not appends or self._queries.waits()
         self._probe = call.probe if self._queries.asks else None
@@ -111,7 +112,7 @@ class PassRun:
         plain = self.stage is None and made.features is None and self._probe is None
         spares = at.first and call.attended is None
         spares = spares and not (at.reach.padded or at.masks.may_be_own)
-        known = plain and spares and call.model.quirks.spares_masks
+        known = plain and spares and call.model.quirks.spares_masks and not refills
         self.alone = self._queries.left_alone(at) if known else frozenset[int]()
 
     # Before a layer.
@@ -134,6 +135,8 @@ class PassRun:
         """
         if index == 0:
             self._reach.check(module, hidden)
+        if self._filling is not None and self._reach.slots is not None:
+            hidden = self._reach.taken(hidden, self._reach.slots)
         features = self.made.features
         own = self._masks.own_block(kwargs) if self._masks.may_be_own else None
         stage = self.stage
@@ -391,9 +394,9 @@ class PassRun:
         if stage is not None and ends:
             stage.end_behind(hidden)
             return output
-        if self.call.model.quirks.refills and index == len(self.layers) - 1:
-            self._filling = Filling(self._reach.count, self._reach.count - hidden.shape[1])
-            hidden = self._filling.filled(hidden)
+        if self._filling is not None:
+            slots = self._reach.slots_in(hidden)
+            hidden = self._filling.filled(index, hidden, slots, self._reach.token_axis(hidden))
         return (hidden, *others) if isinstance(output, tuple) else hidden
 
     def _take_passed(self) -> Tensor | None:

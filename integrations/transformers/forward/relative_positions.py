@@ -1,9 +1,10 @@
 """Support scores that depend on the distance of key and query, though evicted tokens leave gaps.
 
 Some attention modules ask the cache for the columns of their queries and keys, count on from there
-without gaps, and give their attention function a bias for every pair. Here the cache answers with
-all columns seen. From the bias, the entries of the keys that are held are then taken, head by head.
-Scorers do not see the bias, and restarts are refused.
+without gaps, and give their attention function a bias for every pair; or their model asks, and
+gives its layers the distances. Here the answer is all columns seen. From the bias, the entries of
+the keys that are held are then taken, head by head. Scorers do not see the bias, and restarts are
+refused.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ class Columns:
     def query_offset(self) -> Tensor:
         """The numbers to add to 0, 1, ... to get the columns of the queries: ``[query_len]``."""
         return self.queries - torch.arange(len(self.queries), device=self.queries.device)
+
+    @property
+    def distances(self) -> Tensor:
+        """The columns from each key to each query: ``[query_len, keys]``."""
+        return self.queries[:, None] - torch.arange(self.keys, device=self.queries.device)
 
     def taken(
         self, arguments: dict[str, Any], queries: Tensor, keys: Tensor, query_heads: int

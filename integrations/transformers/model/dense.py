@@ -168,12 +168,16 @@ def _there(index: int) -> Tensor | None:
 
 
 def _spread(value: Any, there: Tensor) -> Any:
-    """Put outputs ``[1, count, ...]`` of the reaching tokens back into the row, 0 elsewhere."""
-    if not isinstance(value, Tensor) or value.ndim < 3 or value.shape[1] != int(there.sum()):
+    """Put outputs of the reaching tokens back into the row, 0 elsewhere.
+
+    They have an axis of tokens: ``[1, count, ...]``, or behind that of heads.
+    """
+    count = int(there.sum())
+    if not isinstance(value, Tensor) or value.ndim < 3 or count not in value.shape[1:]:
         return value
-    whole = value.new_zeros(value.shape[0], len(there), *value.shape[2:])
-    whole[:, there.to(value.device)] = value
-    return whole
+    axis = 1 + value.shape[1:].index(count)
+    whole = value.new_zeros(*value.shape[:axis], len(there), *value.shape[axis + 1 :])
+    return whole.index_copy(axis, there.nonzero()[:, 0].to(value.device), value)
 
 
 def _cut(value: Any, there: Tensor) -> Any:

@@ -24,9 +24,9 @@ class ModelQuirks:
             RoBERTa count from another number, so that only the caller knows where a padded row
             begins. A model that counts columns (BART) is refused with padded rows and restarts.
         placed: Whether ``generate`` gives such a model positions that count from 0.
-        refills: Whether the last layer's output is padded to the input's length. A model needs this
-            if it reshapes that output to the shape of the input (GPT-2), or compares it with the
-            input (Inkling 2), although tokens were dropped; see `Filling`.
+        refills: Whether layers' outputs are padded to the input's length, although tokens were
+            dropped. A model needs this if it reshapes the last output to the shape of the input
+            (GPT-2), or combines outputs of several layers (Inkling 2); see `Filling`.
     """
 
     narrows: bool = True
