@@ -8,7 +8,6 @@ embeddings and what a model's own code keeps alive too long are all counted.
 from __future__ import annotations
 
 import copy
-import sys
 import textwrap
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -21,17 +20,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AttentionInterface,
+    AttentionMaskInterface,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     DynamicCache,
-)
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import (
-    AttentionMaskInterface,
-    eager_mask,
-    flash_attention_mask,
-    sdpa_mask,
 )
 
 from kvpolicy.errors import UnsupportedModelError
@@ -43,7 +36,14 @@ from kvpolicy.evaluation.cost.released import Weights, released_weights
 from kvpolicy.evaluation.cost.tracing import quiet
 from kvpolicy.evaluation.defaults import ATTENTION_NAMES
 from kvpolicy.integrations.transformers.model.finding import find_decoder, layers_within
-from kvpolicy.integrations.transformers.surface import CACHE
+from kvpolicy.integrations.transformers.model.routing import eager_function
+from kvpolicy.integrations.transformers.surface import (
+    CACHE,
+    eager_mask,
+    flash_attention_mask,
+    sdpa_attention_forward,
+    sdpa_mask,
+)
 from kvpolicy.policy import CachePolicy
 
 # The code of layers with states may loop over the tokens, so it is run at these two lengths. The
@@ -344,8 +344,7 @@ def _sdpa(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    own = sys.modules[type(module).__module__]
-    output: Tensor = own.eager_attention_forward(module, *args, **kwargs)[0]
+    output: Tensor = eager_function(module)(module, *args, **kwargs)[0]
     return output
 
 

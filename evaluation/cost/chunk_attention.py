@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvpolicy.integrations.transformers.forward.blocks import (
     BLOCK_BYTES,
@@ -17,6 +16,7 @@ from kvpolicy.integrations.transformers.forward.blocks import (
     joins,
 )
 from kvpolicy.integrations.transformers.model.masks import Visibility
+from kvpolicy.integrations.transformers.surface import sdpa_attention_forward
 
 Kernel = Callable[..., Tensor]
 

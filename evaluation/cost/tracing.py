@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config as without_numbers
 from transformers import (
     AttentionInterface,
+    AttentionMaskInterface,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     DynamicCache,
 )
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.utils import logging
 
 from kvpolicy.errors import UnsupportedModelError
@@ -39,7 +39,12 @@ from kvpolicy.integrations.transformers.model.finding import (
     takes_own_caches_only,
 )
 from kvpolicy.integrations.transformers.model.kinds import check_kinds, kinds_of
-from kvpolicy.integrations.transformers.surface import ATTN_IMPLEMENTATION, CACHE, cache_of
+from kvpolicy.integrations.transformers.surface import (
+    ATTN_IMPLEMENTATION,
+    CACHE,
+    cache_of,
+    eager_mask,
+)
 
 NAME = "kvpolicy_shapes"
 TOKENS = 2
