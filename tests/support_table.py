@@ -32,7 +32,10 @@ REASONS = (
         "depend on the columns",
         "Refused: attention depends on columns of the input, which a policy changes",
     ),
-    (f"must take {CACHE}", "Refused: the model takes no cache of Transformers' kind"),
+    (
+        "must take a cache of Transformers",
+        "Refused: the model takes no cache of Transformers' kind",
+    ),
     ("FastKV", "Policies that evict; policies that drop tokens are refused"),
     ("some layer must hold", "Refused: no layer attends, so there is nothing to choose"),
     ("keeps it in the model itself", "Refused: the model keeps its states outside the cache"),

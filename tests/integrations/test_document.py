@@ -158,7 +158,7 @@ def test_bad_questions(
     ("changes", "error", "message"),
     [
         ({"model": None}, TypeError, r"model must be a torch\.nn\.Module, got NoneType"),
-        ({"model": nn.Linear(2, 2)}, UnsupportedModelError, f"must take {CACHE}"),
+        ({"model": nn.Linear(2, 2)}, UnsupportedModelError, "must take a cache of Transformers"),
         ({"tokenizer": None}, TypeError, "tokenizer must be one of Transformers, got None"),
         ({"tokenizer": "gpt2"}, TypeError, "tokenizer must be one of Transformers, got 'gpt2'"),
         ({"document": 3}, TypeError, "document must be a str, got 3"),

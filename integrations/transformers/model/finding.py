@@ -52,7 +52,7 @@ def _without_layers(model: nn.Module) -> str:
     """Return the error message for a model without a list of decoder layers."""
     if not takes_cache(model):
         return (
-            f"model must take {CACHE}, the cache in which a policy chooses, but "
+            f"model must take a cache of Transformers, as {CACHE}, in which a policy chooses, but "
             f"{type(model).__name__} does not"
         )
     config = getattr(model, "config", None)

@@ -15,9 +15,11 @@ so that the mask, which is made from positions, hides at least as much.
 from __future__ import annotations
 
 import inspect
+import typing
 from typing import Any
 
 from torch import nn
+from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.surface import CACHE, cache_name
@@ -55,7 +57,7 @@ def check_layer(layer: nn.Module, decoder: nn.Module) -> None:
     config: Any = decoder.config
     if not takes_cache(decoder):
         raise UnsupportedModelError(
-            f"model must take {CACHE}, the cache in which a policy chooses, but "
+            f"model must take a cache of Transformers, as {CACHE}, in which a policy chooses, but "
             f"{type(decoder).__name__} does not"
         )
     kind = getattr(config, "attention_type", None)
@@ -70,8 +72,15 @@ def check_layer(layer: nn.Module, decoder: nn.Module) -> None:
 
 
 def takes_cache(decoder: nn.Module) -> bool:
-    """True if a decoder can be called with a cache of Transformers."""
-    return cache_name(type(decoder).forward) is not None
+    """True if a decoder can be called with a cache of Transformers, as far as it says."""
+    forward = type(decoder).forward
+    name = cache_name(forward)
+    if name is None:
+        return False
+    named = inspect.signature(forward).parameters[name].annotation
+    kinds = [each for each in (named, *typing.get_args(named)) if isinstance(each, type)]
+    kinds = [each for each in kinds if each not in (type(None), inspect.Parameter.empty)]
+    return not kinds or any(issubclass(each, Cache) for each in kinds)
 
 
 def column_bias(layer: nn.Module) -> str | None:

@@ -129,7 +129,7 @@ SAID = {
     "deepseek_v4": ("snapkv", "holds compressed tokens, several to an entry"),
     "falcon_mamba": ("snapkv", "some layer must hold keys and values, but all of them hold a"),
     "hrm_text": ("snapkv", "model must run each of its layers once for a token"),
-    "openai-gpt": ("snapkv", f"model must take {CACHE}"),
+    "openai-gpt": ("snapkv", "model must take a cache of Transformers"),
     "recurrent_gemma": ("snapkv", "every recurrent layer must hold its state in the cache"),
     "unlimited_ocr": ("snapkv", "every layer must see the tokens of an answer as it sees those"),
 }

@@ -345,7 +345,7 @@ ALTERNATING = (
     ("changes", "error", "message"),
     [
         ({"model": None}, TypeError, r"model must be a torch\.nn\.Module, got NoneType"),
-        ({"model": nn.Linear(2, 2)}, UnsupportedModelError, f"must take {CACHE}"),
+        ({"model": nn.Linear(2, 2)}, UnsupportedModelError, "must take a cache of Transformers"),
         ({"tokenizer": None}, TypeError, "tokenizer must be a tokenizer or processor"),
         ({"tokenizer": "gpt2"}, TypeError, "tokenizer must be .* got 'gpt2'"),
         ({"tokenizer": chatter(None)}, ValueError, "tokenizer must have a chat_template"),

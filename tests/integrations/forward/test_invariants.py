@@ -130,7 +130,7 @@ def test_bfloat16_decodes_as_from_the_kept_entries_of_a_full_cache(implementatio
     output = generate(model, ids, cache, do_sample=False)
 
     full = DynamicCache()
-    first = model(ids, cache=full).logits[:, -1]
+    first = model(ids, **{CACHE: full}).logits[:, -1]
     assert torch.equal(first.float(), output.logits[0])
     for held, layer in zip(full.layers, cache.layers, strict=True):
         index = layer.positions[:, :, : -(len(output.logits) - 1)]

@@ -55,7 +55,7 @@ def own_scores(name: str, ids: Sequence[int]) -> dict[int, Tensor]:
     """By layer that sees everything, float32 ``[query_heads, len]``, of one prompt by itself."""
     model = model_of(name, "eager")
     held: Any = DynamicCache(config=model.config)
-    model(torch.tensor([list(ids)]), cache=held)
+    model(torch.tensor([list(ids)]), **{CACHE: held})
     found: dict[int, Tensor] = {}
     for start in range(0, len(ids), CHUNK):
         stop = min(start + CHUNK, len(ids))

@@ -194,14 +194,14 @@ def test_attentions_are_those_of_the_layers_that_attend(name: str) -> None:
                 ids,
                 attention_mask=mask,
                 position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-                cache=store,
+                **{CACHE: store},
             )
             longer = torch.cat([mask, mask[:, -3:]], dim=1)
             output = eager(
                 ids[:, -3:],
                 attention_mask=longer,
                 position_ids=(longer.cumsum(1) - 1)[:, -3:],
-                cache=store,
+                **{CACHE: store},
                 output_attentions=True,
             )
             told.append([each for each in output.attentions if each is not None])

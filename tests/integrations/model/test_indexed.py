@@ -120,9 +120,9 @@ def test_index_keys_are_those_of_the_tokens_kept(name: str, storage: Any) -> Non
         PolicyCache(StreamingLLM(retention_tokens=10), storage),
     )
     with torch.no_grad():
-        model(ids, cache=own)
+        model(ids, **{CACHE: own})
         with store.attached(model):
-            model(ids, cache=store)
+            model(ids, **{CACHE: store})
     assert indexed(store)
     chosen = [*range(4), *range(41, 47)]
     for index, layer in indexed(store).items():
@@ -165,7 +165,7 @@ def logits_of(model: PreTrainedModel, store: Any, chunk: int) -> Tensor:
     with attached:
         if isinstance(store, PolicyCache):
             store.start_turn(prompt_len=ids.shape[1])
-        outputs = [model(each, cache=store) for each in ids.split(chunk, dim=1)]
+        outputs = [model(each, **{CACHE: store}) for each in ids.split(chunk, dim=1)]
     return torch.cat([each.logits for each in outputs], dim=1)
 
 
@@ -210,7 +210,7 @@ def test_plain_calls_while_a_cache_is_attached(name: str, implementation: str | 
     want = model(ids, use_cache=False).logits
     with PolicyCache(SNAPKV).attached(model):
         assert torch.equal(model(ids, use_cache=False).logits, want)
-        found = [model(each, cache=own).logits for each in (ids[:, :40], ids[:, 40:])]
+        found = [model(each, **{CACHE: own}).logits for each in (ids[:, :40], ids[:, 40:])]
     torch.testing.assert_close(torch.cat(found, dim=1), want, atol=1e-4, rtol=1e-4)
 
 

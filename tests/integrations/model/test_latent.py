@@ -172,9 +172,9 @@ def test_latents_are_what_is_held(name: str) -> None:
     ids = torch.tensor([tokens(3, 40)])
     own, store = DynamicCache(config=model.config), PolicyCache(StreamingLLM(retention_tokens=10))
     with torch.no_grad():
-        model(ids, cache=own)
+        model(ids, **{CACHE: own})
         with store.attached(model):
-            model(ids, cache=store)
+            model(ids, **{CACHE: store})
     config, report = model.config, store.report()
     for layer, line, full in zip(store.layers, report.layers, own.layers, strict=True):
         chosen = [*range(4), *range(34, 40)]
