@@ -11,8 +11,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.integrations.transformers.surface import CACHE
-
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "families.json"
 PAGE = ROOT / "docs" / "families.md"

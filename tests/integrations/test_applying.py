@@ -136,7 +136,7 @@ def test_a_cache_that_a_call_brings_is_used_as_without(model: PreTrainedModel) -
     want = generate(model, cache=own)
     with apply_policy(model, POLICIES["fastkv"]) as applied:
         assert torch.equal(generate(model, cache=other), want)
-        assert torch.equal(generate(model, cache=dynamic), full)
+        assert torch.equal(generate(model, **{CACHE: dynamic}), full)
         with pytest.raises(TypeError, match=f"{CACHE} must be a cache, got the class"):
             generate(model, cache=PolicyCache)
     assert applied.reports == ()

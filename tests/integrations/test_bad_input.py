@@ -75,13 +75,13 @@ def usable(model: PreTrainedModel) -> Any:
 
 def test_unattached(model: PreTrainedModel, usable: PolicyCache) -> None:
     with pytest.raises(NotAttachedError, match=r"cache\.attached\(model\)"):
-        model(prompt(3), cache=usable)
+        model(prompt(3), **{CACHE: usable})
 
 
 def test_a_fresh_cache_unattached(model: PreTrainedModel) -> None:
     cache = PolicyCache(FASTKV)
     with pytest.raises(NotAttachedError):
-        model(prompt(60), cache=cache)
+        model(prompt(60), **{CACHE: cache})
     assert cache.get_seq_length() == 0
     assert len(tokens_of(model, prompt(60), cache)[0]) == 7
 
@@ -267,7 +267,7 @@ def test_a_policy_in_the_place_of_a_cache(model: PreTrainedModel, policy: Any) -
         model.generate(prompt(20), cache=policy, max_new_tokens=2)
     for module in (model, model.model):
         with pytest.raises(TypeError, match=message):
-            module(prompt(20), cache=policy)
+            module(prompt(20), **{CACHE: policy})
     assert not hasattr(kind, "_is_user_defined")
     assert len(tokens_of(model, prompt(20), DynamicCache())[0]) == 7
 

@@ -10,7 +10,6 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache, ReadDocument
 from kvpolicy.integrations.transformers.document import prompt_ids
-from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, GemFilter, KVzip, SnapKV
 from kvpolicy.policy import CachePolicy
 from tests.integrations.lm_eval.support import char_tokenizer

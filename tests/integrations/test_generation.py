@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import (
     H2O,
     FastKV,
@@ -59,7 +60,7 @@ IDS = torch.tensor([random_tokens(0, 20) * 3])
 
 def generate(model: PreTrainedModel, cache: Any, ids: Tensor = IDS, **kwargs: Any) -> Any:
     kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, **kwargs}
-    return model.generate(ids, cache=cache, **{"do_sample": False, **kwargs})
+    return model.generate(ids, **{CACHE: cache}, **{"do_sample": False, **kwargs})
 
 
 def continued(ids: Tensor, seed: int = 9) -> Tensor:

@@ -15,7 +15,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from kvpolicy import CachePolicy, LayerContext, PropagationPolicy
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.surface import cache_of
+from kvpolicy.integrations.transformers.surface import CACHE, cache_of
 from kvpolicy.policies import FastKV, FullContext, KeepAllSelector, SnapKV, StreamingLLM
 from kvpolicy.selection import compress
 from tests.integrations.support.conversation import left_padded
@@ -34,7 +34,7 @@ def prompt(length: int, seed: int = 0) -> Tensor:
 
 
 def tokens_of(model: PreTrainedModel, ids: Tensor, cache: Any, **kwargs: Any) -> list[list[int]]:
-    output = model.generate(ids, cache=cache, max_new_tokens=7, do_sample=False, **kwargs)
+    output = model.generate(ids, **{CACHE: cache}, max_new_tokens=7, do_sample=False, **kwargs)
     return output[:, ids.shape[1] :].tolist()
 
 
@@ -223,7 +223,7 @@ def test_an_attached_cache_leaves_other_calls_alone(model: PreTrainedModel) -> N
     cache = PolicyCache(FASTKV)
     with cache.attached(model):
         assert torch.equal(model(prompt(30)).logits, expected)
-        assert torch.equal(model(prompt(30), cache=DynamicCache()).logits, expected)
+        assert torch.equal(model(prompt(30), **{CACHE: DynamicCache()}).logits, expected)
     assert cache.get_seq_length() == 0
 
 
@@ -333,14 +333,14 @@ def chunk_with_padding_inside(model: PreTrainedModel, cache: Any, **kwargs: Any)
     whole = torch.cat([mask, added_mask], dim=1)
     positions = (whole.cumsum(1) - 1).clamp(min=0)
     first = {"attention_mask": mask, "position_ids": positions[:, :20]}
-    model(ids, cache=cache, **first)
+    model(ids, **{CACHE: cache}, **first)
     if isinstance(cache, PolicyCache) and kwargs.pop("turn", True):
         cache.start_turn()
     output = model(
         added,
         attention_mask=whole,
         position_ids=positions[:, 20:],
-        cache=cache,
+        **{CACHE: cache},
         output_hidden_states=True,
     )
     return torch.cat([output.logits, *output.hidden_states], dim=-1)

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from kvpolicy.integrations.transformers.surface import CACHE
+
 from .selection import (
     budget,
     head_mean,
@@ -379,7 +381,7 @@ def _run_layer(
             attention_mask=torch.where(visible, 0.0, lowest)[None],
             position_embeddings=row.decoder.rotary_emb(hidden[None], positions, *arguments),
             position_ids=None,
-            cache=None,
+            **{CACHE: None},
         )
     finally:
         handle.remove()

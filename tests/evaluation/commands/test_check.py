@@ -10,7 +10,6 @@ from kvpolicy.evaluation.needle import load_tokenizer
 from kvpolicy.integrations.transformers.checking import ModelCheck
 from kvpolicy.integrations.transformers.model.check import Finding, ModelQuirks, Verdict
 from kvpolicy.integrations.transformers.model.parts import ModelParts
-from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.registry import registered
 from tests.integrations.model.builds.catalogue import builds
 

@@ -18,7 +18,6 @@ from kvpolicy.integrations.transformers import (
     PolicyCache,
     RereadingWarning,
 )
-from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from kvpolicy.policy import CachePolicy
 from tests.integrations.hybrids.models import hybrid

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, QuantizedStorage
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import H2O, RKV, TOVA, ExpectedAttention, KeyDiff, SnapKV
 from tests.integrations.decoding.reading import Kept, Reading, held, padded, read
 from tests.integrations.decoding.rules import EVERY, KEEPING_ALL, RULES, bounded, with_every
@@ -127,7 +128,7 @@ def test_index_keys_stay_with_their_tokens(name: str, rule: str) -> None:
     for row, prompt in enumerate(rows):
         own = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(torch.tensor([prompt + answer[row].tolist()]), cache=own)
+            model(torch.tensor([prompt + answer[row].tolist()]), **{CACHE: own})
         full = own.layers[0]
         want = (full.idx_keys[:, 0] if name in BLOCKS else full.indexer_keys)[0]
         assert layer.positions is not None

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache, QuantizedStorage
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from tests.integrations.support.conversation import left_padded
 from tests.reference import random_tokens, tiny_model
@@ -22,7 +23,7 @@ def model() -> PreTrainedModel:
 
 def generate(model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor, **how: Any) -> Any:
     return model.generate(
-        ids, attention_mask=mask, cache=cache, max_new_tokens=5, do_sample=False, **how
+        ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=5, do_sample=False, **how
     )
 
 

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy import CachePolicy, KVSelector, LayerContext, PropagationPolicy
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import (
     H2O,
     TOVA,
@@ -62,7 +63,7 @@ def prompt(length: int, seed: int = 0) -> Tensor:
 def generate(model: PreTrainedModel, ids: Tensor, past: Any, **kwargs: Any) -> Any:
     return model.generate(
         ids,
-        cache=past,
+        **{CACHE: past},
         max_new_tokens=kwargs.pop("max_new_tokens", 9),
         return_dict_in_generate=True,
         output_logits=True,

@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvpolicy import CachePolicy, LayerContext, PropagationPolicy
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     GemFilter,
@@ -41,7 +42,7 @@ def prompt(length: int, seed: int = 0) -> Tensor:
 
 def tokens_of(model: PreTrainedModel, ids: Tensor, cache: Any, **kwargs: Any) -> list[int]:
     kwargs.setdefault("attention_mask", torch.ones_like(ids))
-    output = model.generate(ids, cache=cache, max_new_tokens=7, do_sample=False, **kwargs)
+    output = model.generate(ids, **{CACHE: cache}, max_new_tokens=7, do_sample=False, **kwargs)
     return output[0, ids.shape[1] :].tolist()
 
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy import CachePolicy, Repetition
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import (
     GlobalThresholdSelector,
     KVzip,
@@ -64,7 +65,7 @@ def own_scores(name: str, ids: Sequence[int]) -> dict[int, Tensor]:
         output = model(
             torch.tensor([fed]),
             position_ids=places,
-            cache=copy.deepcopy(held),
+            **{CACHE: copy.deepcopy(held)},
             output_attentions=True,
         )
         for index, weights in enumerate(attentions_by_layer(model, output.attentions)):

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
+from kvpolicy.integrations.transformers.surface import CACHE
 from tests.integrations.model.builds.catalogue import Build, builds
 from tests.integrations.model.builds.sizes import FIRST_SPECIAL_ID
 
@@ -87,7 +88,7 @@ def generate(
     output: Any = model.generate(
         ids,
         attention_mask=torch.ones_like(ids) if mask is None else mask,
-        cache=store,
+        **{CACHE: store},
         **{"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, **kwargs},
         return_dict_in_generate=True,
         output_logits=True,

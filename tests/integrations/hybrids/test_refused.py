@@ -12,6 +12,7 @@ from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.checking import check_model
 from kvpolicy.integrations.transformers.forward.attending import LayerAttention
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, GemFilter, PyramidInfer, SnapKV
 from tests.integrations.hybrids.models import (
     BY_COLUMNS,
@@ -110,11 +111,11 @@ def test_defaults_act_after_attention(name: str) -> None:
 def test_a_cache_that_is_not_attached(name: str) -> None:
     model, cache = hybrid(name), PolicyCache(SnapKV(0.4, window_size=4))
     with pytest.raises(NotAttachedError, match="cache must be attached"):
-        model(torch.tensor(ROWS[:1]), cache=cache)
+        model(torch.tensor(ROWS[:1]), **{CACHE: cache})
     generate(model, cache, torch.tensor(ROWS[:1]))
     before = states_of(cache)
     with pytest.raises(NotAttachedError, match="cache must be attached"):
-        model(torch.tensor([[5]]), cache=cache)
+        model(torch.tensor([[5]]), **{CACHE: cache})
     assert same(states_of(cache), before)
 
 

@@ -9,6 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
 from tests.integrations.hybrids.models import (
     BEGIN_ANEW,

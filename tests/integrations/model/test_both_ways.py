@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.model.both_ways import cuts_of
+from kvpolicy.integrations.transformers.surface import CACHE
 from tests.integrations.model.builds.catalogue import builds
 
 # What a model calls the types of tokens.
@@ -49,7 +50,7 @@ def seen_across(model: Any, name: str, types: Tensor, begun: int) -> list[bool]:
         config=config,
         inputs_embeds=torch.zeros(1, len(types), 1),
         attention_mask=None,
-        cache=None,
+        **{CACHE: None},
         position_ids=None,
         is_first_iteration=True,
         **{name: types[None]},

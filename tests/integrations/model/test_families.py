@@ -18,6 +18,7 @@ from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.model import check
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import (
     AccumulatedAttentionScorer,
     BlockProductScorer,
@@ -75,7 +76,7 @@ def generate(model: PreTrainedModel, store: Any) -> Any:
     return model.generate(
         IDS,
         attention_mask=MASK,
-        cache=store,
+        **{CACHE: store},
         max_new_tokens=1 + DECODED,
         do_sample=False,
         return_dict_in_generate=True,

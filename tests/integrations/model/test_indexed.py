@@ -21,6 +21,7 @@ from kvpolicy.errors import NotAttachedError, UnsupportedModelError
 from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import AdaKV, FastKV, FullContext, GemFilter, SnapKV, StreamingLLM
 from tests.integrations.hybrids.models import apart, generate, padded, tokens
 from tests.integrations.model.builds.catalogue import Build, builds
@@ -217,7 +218,7 @@ def test_plain_calls_while_a_cache_is_attached(name: str, implementation: str | 
 @pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name != "qwen4_exp_text"])
 def test_a_cache_that_is_not_attached(name: str) -> None:
     with pytest.raises(NotAttachedError, match="cache must be attached"):
-        model_of(name)(torch.tensor(ROWS[:1]), cache=PolicyCache(SNAPKV))
+        model_of(name)(torch.tensor(ROWS[:1]), **{CACHE: PolicyCache(SNAPKV)})
 
 
 # One has windows, one counts blocks of columns.

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache, QuantizedStorage
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import (
     AdaKV,
     FastKV,
@@ -69,7 +70,7 @@ def generate(model: PreTrainedModel, store: Any, rows: Any = None, **how: Any) -
     if rows is not None:
         ids, mask = rows
     given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    return model.generate(ids, attention_mask=mask, cache=store, **given, **how)
+    return model.generate(ids, attention_mask=mask, **{CACHE: store}, **given, **how)
 
 
 @torch.no_grad()

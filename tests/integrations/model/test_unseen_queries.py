@@ -11,7 +11,6 @@ from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.checking import check_model
-from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import (
     H2O,
     FastKV,

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FullContext, StreamingLLM
 from tests.integrations.model.builds.dense import Seen, dense_logits
 
@@ -27,7 +28,7 @@ def assert_beams_are_dense(model: PreTrainedModel, ids: Tensor) -> None:
         "output_scores": True,
         "length_penalty": 0.0,
     }
-    own: Any = model.generate(ids, cache=DynamicCache(config=model.config), **asked)
+    own: Any = model.generate(ids, **{CACHE: DynamicCache(config=model.config)}, **asked)
     full: Any = model.generate(ids, cache=PolicyCache(FullContext()), **asked)
     assert torch.equal(full.sequences, own.sequences)
     found: Any = model.generate(ids, cache=PolicyCache(StreamingLLM(0.3)), **asked)

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from tests.reference.vision import Outcome, VisionMethod, read
 
 from .models import VisionFamily
@@ -70,7 +71,7 @@ def converse(
         width = inputs["input_ids"].shape[1]
         output = model.generate(
             **inputs,
-            cache=store,
+            **{CACHE: store},
             max_new_tokens=ANSWER,
             do_sample=False,
             output_logits=True,

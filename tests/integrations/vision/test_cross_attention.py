@@ -17,6 +17,7 @@ from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.checking import check_model
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV, StreamingLLM
 from tests.integrations.hybrids.models import apart, generate, padded, tokens
 from tests.integrations.model.builds.catalogue import builds
@@ -199,13 +200,13 @@ def test_a_failure_behind_an_image_is_undone(turn: int) -> None:
     more = images(ROWS[:1])
     with store.attached(model()):
         if turn:
-            model()(ids, cache=store, **more)
+            model()(ids, **{CACHE: store}, **more)
             store.start_turn()
         before = held(store)
         handle = decoder_layers(model())[-1].register_forward_hook(fail)
         try:
             with pytest.raises(Broken):
-                model()(ids, cache=store, **({} if turn else more))
+                model()(ids, **{CACHE: store}, **({} if turn else more))
         finally:
             handle.remove()
     assert len(held(store)) == len(before)

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.integrations.vllm import ServedDocument
 from kvpolicy.policy import CachePolicy
 
@@ -27,7 +28,7 @@ def plain_cache(document: ServedDocument) -> DynamicCache:
 def served_logits(model: Any, document: ServedDocument, question: Tensor) -> Tensor:
     """Logits of a question ``[count]`` that directly follows a document's entries."""
     places = torch.arange(document.length, document.length + len(question))[None]
-    output = model(question[None], cache=plain_cache(document), position_ids=places)
+    output = model(question[None], **{CACHE: plain_cache(document)}, position_ids=places)
     return output.logits[0]
 
 
