@@ -11,7 +11,6 @@ from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.nearest import said
 from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import Part, build, check_names, name_of, registered
-from kvpolicy.renamed import in_new_words
 
 # The parts of a composed policy by default: SnapKV's.
 PARTS = {
@@ -59,9 +58,7 @@ def build_policy(name: str, **parameters: Any) -> CachePolicy:
         Budget(rate=0.2, tokens=None)
     """
     given = {key: value for key, value in parameters.items() if value is not None}
-    factory = factory_of(name)
-    given = in_new_words(factory, given)
-    _check_parameters(f"policy {name}", given, parameters_of(factory))
+    _check_parameters(f"policy {name}", given, parameters_of(factory_of(name)))
     policy = build(name, **given)
     assert isinstance(policy, CachePolicy)
     return policy
@@ -99,10 +96,9 @@ def compose(parts: Mapping[str, PartOption], shared: Mapping[str, Any]) -> Cache
         told = parts.get(kind, PartOption(default))
         factory = factory_of(told.name, kind)
         known = parameters_of(factory)
-        own = in_new_words(factory, told.parameters)
-        _check_parameters(f"--{kind} {told.name}", own, known)
-        taken = in_new_words(factory, shared)
-        built[kind] = factory(**{**{key: taken[key] for key in taken if key in known}, **own})
+        _check_parameters(f"--{kind} {told.name}", told.parameters, known)
+        taken = {key: value for key, value in shared.items() if key in known}
+        built[kind] = factory(**{**taken, **told.parameters})
     scorer, selector, propagation = built["scorer"], built["selector"], built["propagation"]
     assert isinstance(scorer, Scorer)
     assert isinstance(selector, KVSelector)

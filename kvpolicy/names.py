@@ -12,35 +12,8 @@ from importlib.metadata import EntryPoint, entry_points
 from kvpolicy.checks import check_kind
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.nearest import said
-from kvpolicy.renamed import warn_of_word
 
 GROUP = "kvpolicy.policies"
-
-# Policies and parts of this package whose names were others in the earlier version; parts whose
-# names had no kind at their end are left out.
-EARLIER = {
-    "ada_kv": "adakv",
-    "chunk_kv": "chunkkv",
-    "critical_kv": "criticalkv",
-    "cur_dkv": "curdkv",
-    "expected": "expected_attention_scorer",
-    "gem_filter": "gemfilter",
-    "key_diff": "keydiff",
-    "key_diff_scorer": "keydiff_scorer",
-    "lag": "lagkv_scorer",
-    "lag_kv": "lagkv",
-    "lazy_llm": "lazyllm",
-    "prompt_distill": "promptdistill",
-    "pyramid": "pyramid_propagation",
-    "pyramid_infer": "pyramidinfer",
-    "pyramid_kv": "pyramidkv",
-    "r_kv": "rkv",
-    "slim_infer": "sliminfer",
-    "spire_kv": "spirekv",
-    "streaming_llm": "streamingllm",
-    "uni_prefill": "uniprefill",
-    "visual_tokens": "visual_token_propagation",
-}
 
 # How names of parts end, and names of their classes.
 _PART_KINDS = ("scorer", "selector", "propagation")
@@ -49,15 +22,6 @@ _PART_KINDS = ("scorer", "selector", "propagation")
 def entries() -> Iterable[EntryPoint]:
     """Return the entry points of policies and parts, this package's and others'."""
     return entry_points(group=GROUP)
-
-
-def name_now(entry: EntryPoint, kind: str) -> str:
-    """Return an entry point's present name, since an old installation may list an earlier one."""
-    name: str = entry.name
-    if not _is_own(entry):
-        return name
-    name = EARLIER.get(name, name)
-    return name if kind == "policy" or name.endswith(f"_{kind}") else f"{name}_{kind}"
 
 
 def _is_own(entry: EntryPoint) -> bool:
@@ -86,9 +50,6 @@ def name_of_known(name: str, kind: str, known: Collection[str]) -> str:
     for written in (plain, f"{plain}_{kind}"):
         if written in known:
             return written
-    if EARLIER.get(plain) in known:
-        warn_of_word(f"the name {name}", EARLIER[plain])
-        return EARLIER[plain]
     bare = _letters(name)
     same = [each for each in known if _letters(each) in (bare, f"{bare}{kind}")]
     return same[0] if len(same) == 1 else plain
@@ -139,7 +100,4 @@ def check_declared(asked: Mapping[str, Iterable[str]]) -> None:
     found = list(entries())
     if all(_is_own(each) for each in found):
         kinds = {each: _kind_declared(each) for each in found}
-        check_known(
-            asked,
-            {of: sorted({name_now(it, of) for it in found if kinds[it] == of}) for of in asked},
-        )
+        check_known(asked, {of: sorted(it.name for it in found if kinds[it] == of) for of in asked})

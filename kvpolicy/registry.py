@@ -21,7 +21,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
-from kvpolicy.names import GROUP, check_known, entries, name_now, name_of_known
+from kvpolicy.names import GROUP, check_known, entries, name_of_known
 from kvpolicy.policy import CachePolicy
 
 Part = CachePolicy | Scorer | KVSelector | PropagationPolicy
@@ -64,7 +64,7 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
             _warn_of(entry, f"{type(error).__name__}: {error}")
             continue
         if kind is None or kind_found == kind:
-            found[name_now(entry, kind_found)] = factory
+            found[entry.name] = factory
     return dict(sorted(found.items()))
 
 
@@ -118,9 +118,9 @@ def build(name: str, kind: str = "policy", **parameters: Any) -> Part:
 def name_of(name: str, kind: str = "policy") -> str:
     """Return the registered name for a policy's or part's name as a user may write it.
 
-    ``-`` counts as ``_``, and a part's kind at the end may be left out. An earlier version's name
-    is understood, with a warning. Case and ``_`` do not count if only one name is meant, so that a
-    class's name is understood. A name that is unknown is returned, for the error message.
+    ``-`` counts as ``_``, and a part's kind at the end may be left out. Case and ``_`` do not count
+    if only one name is meant, so that a class's name is understood. A name that is unknown is
+    returned, for the error message.
 
     Args:
         name: A name.
