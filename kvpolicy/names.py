@@ -1,4 +1,4 @@
-"""Policies' and parts' names, known and checked without importing torch or other packages' code.
+"""Names of policies and parts: known and checked without importing torch or other packages' code.
 
 Importing torch takes a second. The names are in the entry points of the installed packages, so that
 a command line with an unknown name is refused at once.
@@ -7,11 +7,11 @@ a command line with an unknown name is refused at once.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from difflib import SequenceMatcher, get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
 from kvpolicy.checks import check_kind
 from kvpolicy.errors import UnknownPolicyError
-from kvpolicy.nearest import said
 
 GROUP = "kvpolicy.policies"
 
@@ -58,6 +58,29 @@ def name_of_known(name: str, kind: str, known: Collection[str]) -> str:
 def _letters(name: str) -> str:
     """Return a name as names of classes are compared: without case, ``_`` and ``-``."""
     return name.replace("-", "").replace("_", "").lower()
+
+
+def said(name: str, known: Iterable[str], text: str | None = None) -> str:
+    """Return an unknown name for an error message, with the known names that resemble it.
+
+    Args:
+        name: The name; ``-`` counts as ``_``, and case does not count.
+        known: The names that there are.
+        text: What is written for the name; None for the name itself.
+
+    Example:
+        >>> said("snapvk", ["fastkv", "snapkv"]), said("other", ["fastkv", "snapkv"])
+        ('snapvk (did you mean snapkv?)', 'other')
+    """
+    spelt = {each.replace("-", "_"): each for each in known}
+    asked = name.replace("-", "_").lower()
+    near = get_close_matches(asked, spelt, n=1)
+    if near:
+        # Other names that are as near: "fastvk" is one typo away from both FastV and FastKV.
+        ratio = SequenceMatcher(None, near[0], asked).ratio()
+        near = get_close_matches(asked, spelt, cutoff=max(ratio - 0.1, 0.6))
+    shown = name if text is None else text
+    return f"{shown} (did you mean {' or '.join(spelt[each] for each in near)}?)" if near else shown
 
 
 def check_known(asked: Mapping[str, Iterable[str]], known: Mapping[str, Collection[str]]) -> None:

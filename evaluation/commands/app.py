@@ -24,7 +24,7 @@ from kvpolicy.evaluation.commands.options import with_options
 from kvpolicy.evaluation.commands.policies import policies
 from kvpolicy.evaluation.commands.report import report
 from kvpolicy.evaluation.commands.serve_check import serve_check
-from kvpolicy.nearest import said
+from kvpolicy.names import said
 
 # Each takes a class of options (see `kvpolicy.evaluation.commands.options`), or no argument.
 COMMANDS: tuple[Callable[..., None], ...] = (

@@ -8,14 +8,23 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.building import PARTS, build_policy, compose, factory_of, parameters_of
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.evaluation.comparison.variant import Variant, leaves_layer_open, retention
 from kvpolicy.evaluation.options import PolicyOptions
-from kvpolicy.nearest import said
+from kvpolicy.names import said
 from kvpolicy.policies.methods.method import Method, under_tokens
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import Part, check_names, name_of, registered
+from kvpolicy.registry import (
+    PARTS,
+    Part,
+    build_policy,
+    check_names,
+    compose,
+    factory_of,
+    name_of,
+    parameters_of,
+    registered,
+)
 
 COMPOSITION = "composition"
 

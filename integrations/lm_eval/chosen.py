@@ -9,10 +9,9 @@ from typing import Any
 from lm_eval.models.huggingface import HFLM
 
 from kvpolicy.assignments import PartOption
-from kvpolicy.building import PARTS, build_policy, compose, factory_of, parameters_of
 from kvpolicy.checks import check_kind
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import registered
+from kvpolicy.registry import PARTS, build_policy, compose, factory_of, parameters_of, registered
 
 
 def chosen_policy(

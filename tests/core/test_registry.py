@@ -11,7 +11,6 @@ import pytest
 import kvpolicy
 from kvpolicy import registry
 from kvpolicy.assignments import PartOption
-from kvpolicy.building import build_policy, compose
 from kvpolicy.description import describe, from_description
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.evaluation.comparison.chosen import chosen_variants
@@ -26,7 +25,7 @@ from kvpolicy.policies import (
     SnapKV,
     WindowMaxPoolScorer,
 )
-from kvpolicy.registry import KINDS, check_names, name_of
+from kvpolicy.registry import KINDS, build_policy, check_names, compose, name_of
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 DECLARED: dict[str, str] = tomllib.loads(PROJECT.read_text())["project"]["entry-points"][GROUP]

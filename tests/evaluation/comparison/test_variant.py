@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from kvpolicy import CachePolicy, registry
-from kvpolicy.building import parameters_of
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.evaluation import build_policy, variants
 from kvpolicy.evaluation.comparison.chosen import chosen_variants
 from kvpolicy.evaluation.comparison.variant import takes
 from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.policies import ChunkKV, FastKV, FastV, FullContext, SnapKV, StreamingLLM
+from kvpolicy.registry import parameters_of
 
 
 def test_rates_for_those_that_take_one_and_once_for_the_others() -> None:
@@ -79,7 +79,6 @@ def test_third_party_factories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "kvpolicy.evaluation.comparison.variant.registered", lambda kind=None: factories
     )
-    monkeypatch.setattr("kvpolicy.building.registered", lambda kind=None: factories)
     monkeypatch.setattr("kvpolicy.registry.registered", lambda kind=None: factories)
     found = variants(rates=[0.1, 0.2])
     assert [each.label for each in found] == ["anything", "rated 0.1", "rated 0.2"]
