@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from kvpolicy.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvpolicy.building import build_policy
     from kvpolicy.evaluation.analysis.attention import (
         Overlap,
         attention_recall,
@@ -43,11 +42,12 @@ if TYPE_CHECKING:
     from kvpolicy.evaluation.cost.shapes import load_shape, shape_of
     from kvpolicy.evaluation.models import Loaded, load
     from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_prompts
+    from kvpolicy.registry import build_policy
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "kvpolicy.building": ("build_policy",),
+            "kvpolicy.registry": ("build_policy",),
             "kvpolicy.evaluation.analysis.attention": (
                 "Overlap",
                 "attention_recall",

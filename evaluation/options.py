@@ -26,7 +26,6 @@ class Option:
         read: Makes the field's value of the text, or of all texts where the option is repeatable,
             and of the option's name, for messages; None where the type says how.
         positional: Whether it is an argument without a name.
-        earlier: Its name in the earlier version, which is understood, with a warning.
     """
 
     help: str
@@ -35,7 +34,6 @@ class Option:
     min: int | None = attrs.field(default=None, kw_only=True)
     read: Callable[[Any, str], Any] | None = attrs.field(default=None, kw_only=True)
     positional: bool = attrs.field(default=False, kw_only=True)
-    earlier: str | None = attrs.field(default=None, kw_only=True)
 
 
 def split_names(names: Iterable[str], option: str) -> tuple[str, ...]:

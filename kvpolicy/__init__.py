@@ -38,7 +38,6 @@ else:
             "kvpolicy.repetition": ("Repetition",),
             "kvpolicy.rotary": ("RotaryEmbedding",),
         },
-        old={"DefaultRate": "kvpolicy.budgets.DefaultRate"},
     )
 
 __version__ = "0.1.0"

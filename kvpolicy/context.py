@@ -20,16 +20,8 @@ from kvpolicy.layer_inputs import (
     DecodingInputs,
     LayerInputs,
 )
-from kvpolicy.renamed import Moved, accepts_grouped
 
 
-@accepts_grouped(
-    "scaling heads softcap sinks kinds stored query_positions state history rotary output_weight "
-    "held_len",
-    attention=AttentionSettings,
-    layer=LayerInputs,
-    decoding=DecodingInputs,
-)
 @attrs.frozen(eq=False, slots=False)
 class LayerContext:
     """The inputs for a policy's decision at one attention layer: keys, values, queries, token data.
@@ -106,16 +98,6 @@ class LayerContext:
     _unpadded: bool = attrs.field(init=False, repr=False)
     # The counts that selectors have returned, by id; see `known_counts`.
     _counts: dict[int, tuple[int, ...] | None] = attrs.field(init=False, factory=dict, repr=False)
-
-    carried = Moved("decoding.state")
-    kinds = Moved("_kinds", "is_kind")
-    held_len = Moved("_held_len", "kvpolicy.host_counts.held_counts(context)")
-    unpadded = Moved("_unpadded", "kvpolicy.host_counts.held_counts(context)")
-    stored = Moved("_stored")
-    outlined = Moved("_outlined")
-    for_selector = Moved("_for_selector")
-    showing = Moved("_showing")
-    with_no_more = Moved("_with_no_more")
 
     def __attrs_post_init__(self) -> None:
         self._check_types()

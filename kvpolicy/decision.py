@@ -6,7 +6,6 @@ import attrs
 from torch import Tensor
 
 from kvpolicy.deferred_selection import DeferredLayer
-from kvpolicy.renamed import Renamed
 
 
 @attrs.frozen(eq=False)
@@ -32,5 +31,3 @@ class Decision:
     saliency: Tensor | None = None
     undecided: DeferredLayer | None = None
     counts: tuple[int, ...] | None = None
-
-    carried = Renamed("state")

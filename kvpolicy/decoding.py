@@ -10,11 +10,9 @@ from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 from kvpolicy.part_calls import DeferredChecks, kept_by, saliency_of, updated
 from kvpolicy.precision import without_autocast
-from kvpolicy.renamed import Renamed, by_name
 from kvpolicy.short_repr import brief
 
 
-@by_name("scorer selector every")
 @attrs.frozen
 class DecodingEviction:
     """Rule by which every layer evicts tokens at regular intervals while an answer is decoded.
@@ -155,9 +153,6 @@ class DecodingEviction:
             _, state = updated(self.scorer, context, checks)
         checks.look()
         return state
-
-    carries = Renamed("state_size")
-    carry = Renamed("update_state")
 
 
 def check_tail(scorer: Scorer, part: KVSelector | PropagationPolicy) -> None:

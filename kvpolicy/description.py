@@ -9,17 +9,11 @@ import attrs
 
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
-from kvpolicy.names import EARLIER
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import KINDS, Part, registered
-from kvpolicy.renamed import in_new_words
+from kvpolicy.registry import Part, registered
 from kvpolicy.repetition import Repetition
 
 Description = dict[str, Any]
-
-# Modules under which saved files name the classes of another one, so that files of all versions
-# agree.
-_SAVED_MODULES = {"kvpolicy.scorer": "kvpolicy.policies.scorers.combined"}
 
 
 def describe(part: Part) -> Description:
@@ -49,8 +43,7 @@ def _described(value: Any, names: dict[Any, str]) -> Any:
             for each in attrs.fields(kind)
             if each.init  # fields computed from these are computed again
         }
-        module = _SAVED_MODULES.get(kind.__module__, kind.__module__)
-        unregistered = f"{module}:{kind.__qualname__}"
+        unregistered = f"{kind.__module__}:{kind.__qualname__}"
         return {"type": names.get(kind, unregistered), "fields": fields}
     if isinstance(value, (list, tuple)):
         return [_described(each, names) for each in value]
@@ -59,30 +52,6 @@ def _described(value: Any, names: dict[Any, str]) -> Any:
     if value is None or isinstance(value, (str, int)):
         return value
     return {"type": "repr", "repr": repr(value)}
-
-
-def with_new_names(description: Description) -> Description:
-    """Return a saved policy's description with this version's names of parts and their fields.
-
-    Args:
-        description: What `describe` returned in this version or an earlier one.
-    """
-    renewed: Description = _renewed(description, registered())
-    return renewed
-
-
-def _renewed(value: Any, known: dict[str, Any]) -> Any:
-    if isinstance(value, list):
-        return [_renewed(each, known) for each in value]
-    if not isinstance(value, dict) or not isinstance(value.get("fields"), dict):
-        return value
-    name = _name_now(str(value.get("type")), known)
-    fields = in_new_words(known.get(name) or _own_class(name), value["fields"], warns=False)
-    return {
-        **value,
-        "type": name,
-        "fields": {key: _renewed(each, known) for key, each in fields.items()},
-    }
 
 
 def from_description(description: Description) -> CachePolicy:
@@ -100,16 +69,10 @@ def from_description(description: Description) -> CachePolicy:
         >>> from_description(describe(FastKV(tsp_layer=3))) == FastKV(tsp_layer=3)
         True
     """
-    built = _built(with_new_names(description), registered())
+    built = _built(description, registered())
     if not isinstance(built, CachePolicy):
         raise ValueError(f"description must be that of a CachePolicy, got {built!r}")
     return built
-
-
-def _name_now(name: str, known: dict[str, Any]) -> str:
-    """Return the present name of a policy or part, which an earlier version may have renamed."""
-    names = (name, EARLIER.get(name, name), *(f"{name}_{kind}" for kind in KINDS))
-    return next((each for each in names if each in known), name)
 
 
 def _own_class(kind: str) -> object:

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from kvpolicy.renamed import old_names
-
 
 def lazy_names(
-    package: str, modules: Mapping[str, Iterable[str]], old: Mapping[str, str] | None = None
+    package: str, modules: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Make the functions ``__getattr__`` and ``__dir__`` of a package with lazy public names.
 
@@ -23,14 +21,11 @@ def lazy_names(
         package: The package's name.
         modules: The public names by the module that defines them. These modules of the package
             are attributes of it as well, as if it had imported them.
-        old: Names that were public in the package, with their modules; see `old_names`.
 
     Returns:
         Both functions.
     """
     defined = {name: module for module, names in modules.items() for name in names}
-
-    find_old = old_names(package, old or {}, above=1)
 
     def get(name: str) -> Any:
         if name in defined:
@@ -38,7 +33,7 @@ def lazy_names(
         elif any(f"{each}.".startswith(f"{package}.{name}.") for each in modules):
             found = import_module(f"{package}.{name}")
         else:
-            return find_old(name)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         setattr(sys.modules[package], name, found)
         return found
 

@@ -1,4 +1,4 @@
-"""Policies' and parts' names, known and checked without importing torch or other packages' code.
+"""Names of policies and parts: known and checked without importing torch or other packages' code.
 
 Importing torch takes a second. The names are in the entry points of the installed packages, so that
 a command line with an unknown name is refused at once.
@@ -7,40 +7,13 @@ a command line with an unknown name is refused at once.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from difflib import SequenceMatcher, get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
 from kvpolicy.checks import check_kind
 from kvpolicy.errors import UnknownPolicyError
-from kvpolicy.nearest import said
-from kvpolicy.renamed import warn_of_word
 
 GROUP = "kvpolicy.policies"
-
-# Policies and parts of this package whose names were others in the earlier version; parts whose
-# names had no kind at their end are left out.
-EARLIER = {
-    "ada_kv": "adakv",
-    "chunk_kv": "chunkkv",
-    "critical_kv": "criticalkv",
-    "cur_dkv": "curdkv",
-    "expected": "expected_attention_scorer",
-    "gem_filter": "gemfilter",
-    "key_diff": "keydiff",
-    "key_diff_scorer": "keydiff_scorer",
-    "lag": "lagkv_scorer",
-    "lag_kv": "lagkv",
-    "lazy_llm": "lazyllm",
-    "prompt_distill": "promptdistill",
-    "pyramid": "pyramid_propagation",
-    "pyramid_infer": "pyramidinfer",
-    "pyramid_kv": "pyramidkv",
-    "r_kv": "rkv",
-    "slim_infer": "sliminfer",
-    "spire_kv": "spirekv",
-    "streaming_llm": "streamingllm",
-    "uni_prefill": "uniprefill",
-    "visual_tokens": "visual_token_propagation",
-}
 
 # How names of parts end, and names of their classes.
 _PART_KINDS = ("scorer", "selector", "propagation")
@@ -49,15 +22,6 @@ _PART_KINDS = ("scorer", "selector", "propagation")
 def entries() -> Iterable[EntryPoint]:
     """Return the entry points of policies and parts, this package's and others'."""
     return entry_points(group=GROUP)
-
-
-def name_now(entry: EntryPoint, kind: str) -> str:
-    """Return an entry point's present name, since an old installation may list an earlier one."""
-    name: str = entry.name
-    if not _is_own(entry):
-        return name
-    name = EARLIER.get(name, name)
-    return name if kind == "policy" or name.endswith(f"_{kind}") else f"{name}_{kind}"
 
 
 def _is_own(entry: EntryPoint) -> bool:
@@ -86,9 +50,6 @@ def name_of_known(name: str, kind: str, known: Collection[str]) -> str:
     for written in (plain, f"{plain}_{kind}"):
         if written in known:
             return written
-    if EARLIER.get(plain) in known:
-        warn_of_word(f"the name {name}", EARLIER[plain])
-        return EARLIER[plain]
     bare = _letters(name)
     same = [each for each in known if _letters(each) in (bare, f"{bare}{kind}")]
     return same[0] if len(same) == 1 else plain
@@ -97,6 +58,29 @@ def name_of_known(name: str, kind: str, known: Collection[str]) -> str:
 def _letters(name: str) -> str:
     """Return a name as names of classes are compared: without case, ``_`` and ``-``."""
     return name.replace("-", "").replace("_", "").lower()
+
+
+def said(name: str, known: Iterable[str], text: str | None = None) -> str:
+    """Return an unknown name for an error message, with the known names that resemble it.
+
+    Args:
+        name: The name; ``-`` counts as ``_``, and case does not count.
+        known: The names that there are.
+        text: What is written for the name; None for the name itself.
+
+    Example:
+        >>> said("snapvk", ["fastkv", "snapkv"]), said("other", ["fastkv", "snapkv"])
+        ('snapvk (did you mean snapkv?)', 'other')
+    """
+    spelt = {each.replace("-", "_"): each for each in known}
+    asked = name.replace("-", "_").lower()
+    near = get_close_matches(asked, spelt, n=1)
+    if near:
+        # Other names that are as near: "fastvk" is one typo away from both FastV and FastKV.
+        ratio = SequenceMatcher(None, near[0], asked).ratio()
+        near = get_close_matches(asked, spelt, cutoff=max(ratio - 0.1, 0.6))
+    shown = name if text is None else text
+    return f"{shown} (did you mean {' or '.join(spelt[each] for each in near)}?)" if near else shown
 
 
 def check_known(asked: Mapping[str, Iterable[str]], known: Mapping[str, Collection[str]]) -> None:
@@ -139,7 +123,4 @@ def check_declared(asked: Mapping[str, Iterable[str]]) -> None:
     found = list(entries())
     if all(_is_own(each) for each in found):
         kinds = {each: _kind_declared(each) for each in found}
-        check_known(
-            asked,
-            {of: sorted({name_now(it, of) for it in found if kinds[it] == of}) for of in asked},
-        )
+        check_known(asked, {of: sorted(it.name for it in found if kinds[it] == of) for of in asked})

@@ -13,9 +13,6 @@ from kvpolicy.errors import ShapeError, UnsupportedModelError
 from kvpolicy.host_counts import known_counts, on_device
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 from kvpolicy.layer_inputs import PLAIN_LAYER, DecodingInputs
-from kvpolicy.renamed import old_names
-
-__getattr__ = old_names(__name__, {"advanced": "updated"})
 
 
 class DeferredChecks:

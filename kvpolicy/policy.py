@@ -21,13 +21,10 @@ from kvpolicy.gapless import check_acting, check_gapless
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 from kvpolicy.part_calls import DeferredChecks, kept_by, passed_on_by, saliency_of, updated
 from kvpolicy.precision import without_autocast
-from kvpolicy.renamed import accepts_old, by_name
 from kvpolicy.repetition import Repetition
 from kvpolicy.short_repr import brief
 
 
-@by_name("scorer selector propagation decoding rereading")
-@accepts_old(reading="rereading")
 @attrs.frozen
 class CachePolicy:
     """Decides which tokens a model keeps, layer by layer, while it reads a prompt.

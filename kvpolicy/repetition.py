@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 
 from kvpolicy.checks import as_tuple, check_count
-from kvpolicy.renamed import by_name
 from kvpolicy.short_repr import brief
 
 # KVzip's instructions after the context; in later chunks, the overlap follows.
@@ -28,7 +27,6 @@ def _answer(given: Iterable[int]) -> tuple[int, ...]:
     return as_tuple("answer_ids", "token ids", given)
 
 
-@by_name("chunk_size num_sinks overlap instruction_ids later_ids answer_ids")
 @attrs.frozen
 class Repetition:
     """Settings of a second reading of the prompt, in chunks, whose attention scores its keys.

@@ -15,7 +15,6 @@ from kvpolicy.checks import as_tuple
 from kvpolicy.context import LayerContext
 from kvpolicy.layer_inputs import DecodingInputs
 from kvpolicy.part import Part
-from kvpolicy.renamed import Renamed, take_old_names
 
 
 class Scorer(Part, abc.ABC):
@@ -24,10 +23,6 @@ class Scorer(Part, abc.ABC):
     Scorers join by operators: ``a + b`` and ``0.5 * a`` are a `SumScorer`, ``a | b`` is a
     `MaxScorer`. Sums of sums are one sum, and weights multiply.
     """
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        take_old_names(cls, {"carries": "state_size", "advance": "update"})
 
     @property
     def num_queries(self) -> int | None:
@@ -95,9 +90,6 @@ class Scorer(Part, abc.ABC):
             Finite float32 ``[batch, query_heads or kv_heads, key_len]``, a new tensor; values on
             padding are ignored.
         """
-
-    carries = Renamed("state_size")
-    advance = Renamed("update")
 
     def __add__(self, other: Scorer) -> SumScorer:
         """Return a scorer of the sum of both scorers' saliency; see `SumScorer`."""

@@ -29,7 +29,6 @@ from kvpolicy.policies.methods.spire_kv import SpireKV
 from kvpolicy.policies.methods.streaming_llm import StreamingLLM
 from kvpolicy.policies.methods.tova import TOVA
 from kvpolicy.policies.methods.uni_prefill import UniPrefill
-from kvpolicy.policies.positions import accept_positions
 from kvpolicy.policies.propagation.agreement import AgreementPropagation
 from kvpolicy.policies.propagation.block_mass import BlockMassPropagation
 from kvpolicy.policies.propagation.cross_layer import CrossLayerPropagation
@@ -43,7 +42,6 @@ from kvpolicy.policies.scorers.accumulated import AccumulatedAttentionScorer
 from kvpolicy.policies.scorers.block_product import BlockProductScorer
 from kvpolicy.policies.scorers.chunk_attention import ChunkAttentionScorer
 from kvpolicy.policies.scorers.chunks import ChunkMeanScorer
-from kvpolicy.policies.scorers.combined import MaxScorer, SumScorer
 from kvpolicy.policies.scorers.expected import ExpectedAttentionScorer
 from kvpolicy.policies.scorers.keys import KeyDiffScorer, KeyNormScorer
 from kvpolicy.policies.scorers.lag import LagKVScorer
@@ -71,17 +69,7 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 from kvpolicy.policies.selectors.pyramid import PyramidSelector
 from kvpolicy.policies.selectors.sink_and_recent import SinkAndRecentSelector
-from kvpolicy.renamed import old_names
-
-# For writing methods, not for using them.
-__getattr__ = old_names(
-    __name__,
-    {
-        "EvictionMethod": "kvpolicy.policies.methods.eviction.EvictionMethod",
-        "Method": "kvpolicy.policies.methods.method.Method",
-        "documented": "kvpolicy.policies.documentation.documented",
-    },
-)
+from kvpolicy.scorer import MaxScorer, SumScorer
 
 __all__ = [
     "CLAA",
@@ -156,5 +144,3 @@ __all__ = [
     "WindowMaxPoolScorer",
     "WindowMeanPoolScorer",
 ]
-
-accept_positions(__name__)

@@ -94,9 +94,11 @@ def test_the_forms_ask_for_what_is_needed() -> None:
 
 
 def test_the_changelog_begins_with_what_is_new() -> None:
-    """In sections by version: Unreleased, then versions from the newest."""
+    """In sections by version, from the newest, which is the package's; each with its date."""
     text = (ROOT / "CHANGELOG.md").read_text()
-    sections = re.findall(r"^## \[(.*?)\]", text, re.MULTILINE)
-    assert sections[0] == "Unreleased"
-    versions = [tuple(map(int, each.split("."))) for each in sections[1:]]
+    sections = re.findall(r"^## \[(.*?)\] - (unreleased|\d{4}-\d\d-\d\d)$", text, re.MULTILINE)
+    assert len(sections) == len(re.findall(r"^## ", text, re.MULTILINE))
+    assert sections[0][0] == PROJECT["project"]["version"]
+    assert all(date != "unreleased" for _, date in sections[1:])
+    versions = [tuple(map(int, version.split("."))) for version, _ in sections]
     assert versions == sorted(versions, reverse=True)

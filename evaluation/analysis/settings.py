@@ -43,7 +43,7 @@ class AnalysisSettings(NeedleOptions):
         ),
     ] = ()
     window_size: Annotated[
-        int, Option("Number of last tokens whose attention is measured.", earlier="--window", min=1)
+        int, Option("Number of last tokens whose attention is measured.", min=1)
     ] = 8
     tsp_rate: Annotated[
         float,

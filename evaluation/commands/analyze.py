@@ -45,7 +45,6 @@ class AnalyzeOptions:
             "With --oracle, width (odd) of the pooling of the answer's attention; default 13.",
             ("--kernel-size",),
             min=1,
-            earlier="--pool",
         ),
     ] = None
     out: Annotated[

@@ -20,12 +20,11 @@ from kvpolicy.evaluation.commands.estimate import estimate
 from kvpolicy.evaluation.commands.eval import eval
 from kvpolicy.evaluation.commands.export import export
 from kvpolicy.evaluation.commands.generate import generate
-from kvpolicy.evaluation.commands.options import in_new_words, with_options
+from kvpolicy.evaluation.commands.options import with_options
 from kvpolicy.evaluation.commands.policies import policies
 from kvpolicy.evaluation.commands.report import report
 from kvpolicy.evaluation.commands.serve_check import serve_check
-from kvpolicy.nearest import said
-from kvpolicy.renamed import words_told
+from kvpolicy.names import said
 
 # Each takes a class of options (see `kvpolicy.evaluation.commands.options`), or no argument.
 COMMANDS: tuple[Callable[..., None], ...] = (
@@ -118,12 +117,8 @@ def run(arguments: Sequence[str]) -> int:
     """
     try:
         # Without a command, show the help instead of an error.
-        with words_told():
-            args = list(arguments) or ["--help"]
-            for command in COMMANDS:
-                if args[0] == command.__name__:
-                    args[1:] = in_new_words(command, args[1:])
-            status = app(args=args, prog_name="kvpolicy", standalone_mode=False)
+        args = list(arguments) or ["--help"]
+        status = app(args=args, prog_name="kvpolicy", standalone_mode=False)
     except typer.Exit as stop:
         return stop.exit_code
     except (_Interrupted, typer.Abort):

@@ -24,7 +24,6 @@ class CalibrateOptions(NeedleOptions):
             "File of prompts, as for compare; answers are ignored. Default: needle prompts.",
             ("--prompts-file",),
             metavar="FILE",
-            earlier="--prompts",
         ),
     ] = None
     seed: Annotated[int, Option("Random seed of the needle prompts; compare draws others.")] = (

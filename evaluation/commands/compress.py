@@ -49,9 +49,7 @@ class CompressOptions(ModelOptions):
         int | None,
         Option("Largest number of tokens to keep, instead of --rate.", min=1),
     ] = None
-    chunk: Annotated[
-        int, Option("Number of tokens in a chunk.", ("--chunk-size",), min=1, earlier="--chunk")
-    ] = 32
+    chunk: Annotated[int, Option("Number of tokens in a chunk.", ("--chunk-size",), min=1)] = 32
     align: Annotated[
         str, Option(f"Border at which chunks end: {', '.join(ALIGNMENT_NAMES)}.", metavar="NAME")
     ] = "word"
@@ -73,7 +71,6 @@ class CompressOptions(ModelOptions):
             "Width (odd) of the pooling of this attention; default 13.",
             ("--kernel-size",),
             min=1,
-            earlier="--pool",
         ),
     ] = None
     scorer: Annotated[
@@ -104,7 +101,6 @@ class CompressOptions(ModelOptions):
             "File to write to; default: standard output.",
             ("--out-file",),
             metavar="FILE",
-            earlier="--out",
         ),
     ] = None
     json_file: Annotated[Path | None, JSON] = None

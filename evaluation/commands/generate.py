@@ -47,7 +47,6 @@ class GenerateOptions(ModelOptions):
             "Largest number of tokens to generate.",
             ("--answer-tokens",),
             min=1,
-            earlier="--max-new-tokens",
         ),
     ] = 128
     sample: Annotated[bool, Option("Sample the answer; default: greedy decoding.")] = False

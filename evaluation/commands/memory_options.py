@@ -57,7 +57,6 @@ class MemoryOptions:
             f"Number of tokens in an answer; default with --memory: {DEFAULT_ANSWER}.",
             ("--answer-tokens",),
             min=1,
-            earlier="--answer",
         ),
     ] = None
     chunk: Annotated[
@@ -67,7 +66,6 @@ class MemoryOptions:
             f"{DEFAULT_CHUNK}.",
             ("--prefill-chunk-size",),
             min=1,
-            earlier="--prefill-chunk",
         ),
     ] = None
     attention: Annotated[

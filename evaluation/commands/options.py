@@ -25,14 +25,13 @@ The function's name in `app.py` makes it a command.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import attrs
 import typer
 
 from kvpolicy.evaluation.options import Option
-from kvpolicy.renamed import warn_of_word
 
 Options = TypeVar("Options")
 
@@ -67,35 +66,6 @@ def _fields(kind: type[Any]) -> Iterator[tuple[str, Any, Any, Option | None]]:
             yield name, field.default, hint, None
         elif get_origin(hint) is Annotated:
             yield name, field.default, *get_args(hint)
-
-
-def in_new_words(command: Callable[..., None], arguments: Sequence[str]) -> list[str]:
-    """Return a command's arguments with earlier option names replaced by the present ones.
-
-    Args:
-        command: The command, a function as for `with_options`.
-        arguments: What follows its name on the command line.
-    """
-    kinds = [hint for name, hint in get_type_hints(command).items() if name != "return"]
-    names = dict(_renamed(kinds[0])) if kinds else {}
-    written = list(arguments)
-    for index, each in enumerate(written):
-        if each == "--":
-            break
-        option, sign, value = each.partition("=")
-        if option in names:
-            warn_of_word(option, names[option])
-            written[index] = f"{names[option]}{sign}{value}"
-    return written
-
-
-def _renamed(kind: type[Any]) -> Iterator[tuple[str, str]]:
-    """Yield the earlier and the present name of each renamed option of a command."""
-    for name, _, hint, option in _fields(kind):
-        if option is None:
-            yield from _renamed(hint)
-        elif option.earlier is not None:
-            yield option.earlier, (*option.names, _flag(name))[0].partition("/")[0]
 
 
 def _flag(name: str) -> str:

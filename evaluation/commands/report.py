@@ -32,7 +32,6 @@ class ReportOptions:
             "folders.",
             ("--out-file",),
             metavar="FILE",
-            earlier="--out",
         ),
     ] = None
 

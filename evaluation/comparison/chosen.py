@@ -8,15 +8,23 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.building import PARTS, build_policy, compose, factory_of, parameters_of
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.evaluation.comparison.variant import Variant, leaves_layer_open, retention
 from kvpolicy.evaluation.options import PolicyOptions
-from kvpolicy.nearest import said
+from kvpolicy.names import said
 from kvpolicy.policies.methods.method import Method, under_tokens
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import Part, check_names, name_of, registered
-from kvpolicy.renamed import earlier_arguments, in_new_words
+from kvpolicy.registry import (
+    PARTS,
+    Part,
+    build_policy,
+    check_names,
+    compose,
+    factory_of,
+    name_of,
+    parameters_of,
+    registered,
+)
 
 COMPOSITION = "composition"
 
@@ -133,8 +141,8 @@ def _methods(
     found = []
     for name in _names(options):
         factory = registered("policy")[name]
-        known, given = parameters_of(factory), in_new_words(factory, options.parameters)
-        further = {key: value for key, value in given.items() if key in known}
+        known = parameters_of(factory)
+        further = {key: value for key, value in options.parameters.items() if key in known}
         if tsp_layer is not None and leaves_layer_open(known):
             further = {"tsp_layer": tsp_layer, **further}
         for rate, tokens in _retentions(options, rates, known):
@@ -202,7 +210,7 @@ def _check_taken(options: PolicyOptions, found: Sequence[Variant]) -> None:
         else:
             factories = [registered("policy")[each.name]]
         for factory in factories:
-            known.update(parameters_of(factory), earlier_arguments(factory))
+            known.update(parameters_of(factory))
     wanted = {name: f"--set {name}" for name in options.parameters}
     wanted |= {"protect": "--protect"} if "protect" in wanted else {}
     wanted |= {"retention_rate": "--rate"} if options.rates else {}

@@ -78,9 +78,9 @@ def comparison_legend(shown: Shown, data: Mapping[str, Any], asked: str) -> list
     if shown.lines[0].steps:
         legend.append("right steps: % of an answer before its first wrong step.")
     at = f", at {shown.budget.words}" if shown.budget and len(shown.budgets) > 1 else ""
-    model = data.get("timed_model")
+    model = data["timed_model"]
     timed = f"{model} on that prompt" if model else "on that prompt"
-    clock = "processor time, " if data.get("processor_time") else ""
+    clock = "processor time, " if data["processor_time"] else ""
     counts = [len(row["prefill"]["rounds_ms"]) for row in data["rows"] if row["prefill"]]
     # Full context takes part in all rounds, also in those that few others take part in.
     rounds = min(counts)

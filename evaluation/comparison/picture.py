@@ -63,7 +63,7 @@ def plot_comparison(data: Mapping[str, Any], names: Sequence[str] | None = None)
         (decode, "decoding, times as fast", [line.decode for line in lines]),
     ):
         _bars(panel, title, speeds, [speed_text(each) for each in speeds], (1.0,))
-    model = data.get("timed_model") or "the model itself"
+    model = data["timed_model"] or "the model itself"
     figure.supxlabel(
         f"Right answers: of {shown.prompts} prompts. Cache and speeds: a prompt of "
         f"{data['timed_tokens']:,} tokens, {model}{at};\nspeeds against the model without kvpolicy"

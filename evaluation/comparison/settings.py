@@ -70,7 +70,6 @@ class Settings(ModelOptions):
             'Lines of {"prompt": "...", "answer": "..."}; default: made for needle and '
             "long_answers.",
             ("--prompts-file",),
-            earlier="--prompts",
             metavar="FILE",
         ),
     ] = None
@@ -119,7 +118,7 @@ class Settings(ModelOptions):
     ] = SPEED_CONTEXT
     new_tokens: Annotated[
         int,
-        Option("Tokens decoded in a round.", ("--answer-tokens",), min=1, earlier="--new-tokens"),
+        Option("Tokens decoded in a round.", ("--answer-tokens",), min=1),
     ] = 32
     threads: Annotated[int, THREADS] = attrs.field(factory=default_threads)
 

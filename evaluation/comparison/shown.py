@@ -98,9 +98,9 @@ class Shown:
         rows = data["rows"]
         budgets = sorted({each for each in map(_budget, rows) if each}, key=_size)
         budget = speed_budget(budgets)
-        groups: dict[tuple[object, ...], list[Mapping[str, Any]]] = {}
+        groups: dict[str, list[Mapping[str, Any]]] = {}
         for row in rows:
-            groups.setdefault(_key(row), []).append(row)
+            groups.setdefault(row["policy"], []).append(row)
         full, *others = [_line(each, budgets, budget, rows[0]) for each in groups.values()]
         others.sort(key=lambda line: (*_falling(line), line.name))
         scores = rows[0]["exact_match"].values()
@@ -129,7 +129,7 @@ def timed_labels(variants: Iterable[Variant]) -> list[str]:
 
 
 def _budget(row: Mapping[str, Any]) -> Budget | None:
-    if row.get("retention_tokens") is not None:
+    if row["retention_tokens"] is not None:
         return Budget(None, row["retention_tokens"])
     rate = row["retention_rate"]
     return None if rate is None else Budget(rate)
@@ -137,13 +137,6 @@ def _budget(row: Mapping[str, Any]) -> Budget | None:
 
 def _size(budget: Budget) -> tuple[float, int]:
     return (budget.rate or 0.0, budget.tokens)
-
-
-def _key(row: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return a key that is equal for rows that one line shows."""
-    # Files of earlier versions do not say a number of tokens, only how many were kept.
-    kept = row["tokens"]["kept"] if _budget(row) is None and row["tokens"] else None
-    return row["policy"], kept
 
 
 def _line(

@@ -7,11 +7,10 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.building import build_policy, factory_of, parameters_of
 from kvpolicy.evaluation.defaults import RATES
 from kvpolicy.evaluation.refusals import naming
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import name_of, registered
+from kvpolicy.registry import build_policy, factory_of, name_of, parameters_of, registered
 
 
 @attrs.frozen

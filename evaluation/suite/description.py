@@ -14,11 +14,9 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.evaluation.suite.earlier_names import present_cell, present_label, present_method
 from kvpolicy.evaluation.suite.sample import Cell, Method
 
-# Format 1 numbers a task's documents across all its lengths, format 2 within each length.
-FORMAT = 2
+FORMAT = 1
 # For each setting that can only grow: how to combine the values of two runs.
 _LISTS = ("tasks", "lengths", "questions", "include")
 _GROWING = (*_LISTS, "limit", "data", "beyond_positions", "made_of")
@@ -34,14 +32,12 @@ class Description:
         environment: Versions of libraries, and the machine.
         methods: By label, full context first.
         expected: How many samples every cell has when it is finished, in the order of asking.
-        format: Of the folder that it was read from.
     """
 
     settings: dict[str, Any]
     environment: dict[str, Any]
     methods: dict[str, Method]
     expected: dict[Cell, int]
-    format: int = FORMAT
 
     def to_json(self) -> str:
         """Return the description as the text of the file ``settings.json``."""
@@ -52,26 +48,20 @@ class Description:
 
     @classmethod
     def from_json(cls, text: str) -> Description:
-        """Parse a description from the text of ``settings.json``, with today's names of policies.
+        """Parse a description from the text of ``settings.json``.
 
         Raises:
-            ValueError: It did not write it, or another version did, in another format.
+            ValueError: The text is not the settings of an evaluation, or has another format.
         """
         try:
             read = json.loads(text)
             number = read.pop("format")
-            if number not in (1, FORMAT):
-                raise ValueError(f"format must be 1 or {FORMAT}, which this version reads")
-            expected: dict[Cell, int] = {}
-            for each in read.pop("cells"):
-                count = each.pop("samples")
-                cell = present_cell(Cell(**each))
-                expected[cell] = max(count, expected.get(cell, 0))
-            methods = {
-                present_label(label): present_method(Method(**each))
-                for label, each in read.pop("methods").items()
-            }
-            return cls(read.pop("settings"), read, methods, expected, number)
+            if number != FORMAT:
+                raise ValueError(f"format must be {FORMAT}, which this version reads, got {number}")
+            cells = [(each.pop("samples"), Cell(**each)) for each in read.pop("cells")]
+            methods = {label: Method(**each) for label, each in read.pop("methods").items()}
+            expected = {cell: count for count, cell in cells}
+            return cls(read.pop("settings"), read, methods, expected)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"not the settings of an evaluation: {error}") from None
 
@@ -85,7 +75,6 @@ class Description:
         if "fingerprint" in own and "fingerprint" in its:
             own, its = ({**each, "model": None} for each in (own, its))
         found = _unlike(own, its)
-        found += _unlike(_numbering(self), _numbering(other))
         for made in (_parameters, _origins):
             own, its = made(self), made(other)
             found += _unlike(own, its, [name for name in own if name in its])
@@ -162,15 +151,6 @@ def _unlike(
     ]
 
 
-def _numbering(description: Description) -> dict[str, Any]:
-    """Return how documents are numbered, which differs between format 1 and later ones."""
-    lengths = {(cell.task, cell.length) for cell in description.expected}
-    several = len(lengths) > len({task for task, _ in lengths})
-    if description.format > 1 or not several:
-        return {}
-    return {"numbering of documents": "of an earlier version"}
-
-
 def _parameters(description: Description) -> dict[str, Any]:
     """Return the parameters of each method."""
     return {f"method {label}": each.parameters for label, each in description.methods.items()}
@@ -193,8 +173,9 @@ def _joined_settings(own: Mapping[str, Any], its: Mapping[str, Any]) -> dict[str
     if "limit" in found:  # None for all
         limits = [each["limit"] for each in (own, its) if each.get("limit") is not None]
         found["limit"] = max(limits) if len(limits) == 2 else None
-    if "data" in found:
-        found["data"] = own.get("data") or its.get("data")
+    for name in ("data", "beyond_positions"):
+        if name in found:
+            found[name] = own.get(name) or its.get(name)
     if "made_of" in found:
         first, second = (each.get("made_of", {}) for each in (own, its))
         tasks = {**first, **second}

@@ -18,7 +18,6 @@ from filelock import FileLock, Timeout
 
 from kvpolicy.evaluation.results import check_folder, write_all
 from kvpolicy.evaluation.suite.description import Description
-from kvpolicy.evaluation.suite.earlier_names import present_sample
 from kvpolicy.evaluation.suite.sample import Cell, Sample
 
 SETTINGS, SAMPLES, LOCK = "settings.json", "samples.jsonl", ".lock"
@@ -179,27 +178,20 @@ def _cut_torn_line(file: Path) -> None:
 
 
 def _read_samples(file: Path, description: Description) -> Iterator[Sample]:
-    """Yield the samples of a results file; an unfinished last line is ignored.
-
-    Of a sample that is there under an earlier and today's name of its policy, the first counts.
-    """
+    """Yield the samples of a results file; an unfinished last line is ignored."""
     if not file.exists():
         return
-    written: set[tuple[Cell, int]] = set()
-    found: set[tuple[Cell, int]] = set()  # with today's names
+    found: set[tuple[Cell, int]] = set()
     for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
         if not line.endswith(b"\n"):
             return
         try:
-            read = Sample.from_line(line.decode())
-            sample = present_sample(read)
+            sample = Sample.from_line(line.decode())
             if sample.cell not in description.expected:
                 raise ValueError(f"{SETTINGS} has no cell {sample.cell}")
-            if (read.cell, read.document) in written:
+            if (sample.cell, sample.document) in found:
                 raise ValueError(f"document {sample.document} is there twice ({sample.cell})")
         except ValueError as error:
             raise ValueError(f"{file}, line {number}: {error}") from None
-        written.add((read.cell, read.document))
-        if (sample.cell, sample.document) not in found:
-            found.add((sample.cell, sample.document))
-            yield sample
+        found.add((sample.cell, sample.document))
+        yield sample

@@ -67,7 +67,6 @@ class Settings(ModelOptions):
         Option(
             "Use the tokenizer's chat template.",
             ("--chat/--no-chat",),
-            earlier="--chat-template",
         ),
     ] = False
     # None for the folder's number, or in a new folder the number of idle processors.

@@ -190,8 +190,6 @@ def _description(
         "fingerprint": fingerprint(loaded),
         "made_of": {name: made for name, task in tasks.items() if (made := _made_of(task))},
     }
-    if not asked["beyond_positions"]:
-        del asked["beyond_positions"]  # as in folders that were begun before this setting existed
     found = environment(loaded.model.device)
     found["versions"]["lm_eval"] = version("lm_eval")
     methods = {each.label: Method.of(each) for each in chosen}

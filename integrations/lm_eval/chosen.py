@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lm_eval.models.huggingface import HFLM
 
 from kvpolicy.assignments import PartOption
-from kvpolicy.building import PARTS, build_policy, compose, factory_of, parameters_of
 from kvpolicy.checks import check_kind
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import registered
-from kvpolicy.renamed import earlier_arguments, words_told
+from kvpolicy.registry import PARTS, build_policy, compose, factory_of, parameters_of, registered
 
 
-@words_told()
 def chosen_policy(
     policy: CachePolicy | str | None,
     parts: Mapping[str, str | None],
@@ -65,16 +62,11 @@ def _taken(policy: CachePolicy | str | None, parts: Mapping[str, PartOption]) ->
     """Return the parameters, with defaults, that a policy or a composition of parts takes."""
     if parts:
         factories = [factory_of(parts[k].name if k in parts else PARTS[k], k) for k in PARTS]
-        return {name: each for part in factories for name, each in _accepted(part).items()}
+        return {name: each for part in factories for name, each in parameters_of(part).items()}
     if isinstance(policy, CachePolicy):
         return {}
     check_kind("policy", policy or "", str)
-    return _accepted(factory_of(policy or "full_context"))
-
-
-def _accepted(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return a factory's parameters, and those that have other names in the earlier version."""
-    return {**parameters_of(factory), **earlier_arguments(factory)}
+    return parameters_of(factory_of(policy or "full_context"))
 
 
 def _all_parameters() -> set[str]:

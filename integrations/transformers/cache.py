@@ -37,7 +37,6 @@ from kvpolicy.integrations.transformers.state.report import CacheReport, held_in
 from kvpolicy.integrations.transformers.state.saving import SavedCache
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from kvpolicy.policy import CachePolicy
-from kvpolicy.renamed import Moved
 
 
 class PolicyCache(DispatchedCache):
@@ -347,10 +346,6 @@ class PolicyCache(DispatchedCache):
         self.__dict__.update(state)
         self.layers = self._reader.layers
         self._thread = threading.current_thread()
-
-    reader = Moved("_reader")
-    static = Moved("_static")
-    check_thread = Moved("_check_thread")
 
     # Changes that Transformers asks for between two forwards.
 

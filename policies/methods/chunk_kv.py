@@ -11,11 +11,9 @@ from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.eviction import EvictionMethod
 from kvpolicy.policies.scorers.chunks import ChunkMeanScorer
 from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
-from kvpolicy.renamed import accepts_old
 
 
 @documented
-@accepts_old(chunk_length="chunk_size")
 @attrs.frozen
 class ChunkKV(EvictionMethod):
     """Keeps runs of neighbours that the last tokens of the prompt attend to; prefill is complete.

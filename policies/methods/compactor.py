@@ -11,9 +11,9 @@ from kvpolicy.interfaces import KVSelector, Scorer
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.eviction import EvictionMethod
 from kvpolicy.policies.scorers.chunk_attention import ChunkAttentionScorer
-from kvpolicy.policies.scorers.combined import SumScorer
 from kvpolicy.policies.scorers.sketched_leverage import LeverageScorer
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
+from kvpolicy.scorer import SumScorer
 
 
 @documented

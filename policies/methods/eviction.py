@@ -13,10 +13,8 @@ from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.pass_all import PassAllPropagation
 from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
-from kvpolicy.renamed import by_name
 
 
-@by_name("retention_rate window_size")
 @documented
 @attrs.frozen
 class EvictionMethod(Method):

@@ -11,11 +11,9 @@ from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.visual_tokens import VisualTokenPropagation
 from kvpolicy.policies.scorers.accumulated import AccumulatedAttentionScorer
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
-from kvpolicy.renamed import accepts_old
 
 
 @documented
-@accepts_old(drop_layer="tsp_layer", visual_rate="tsp_rate")
 @attrs.frozen
 class FastV(Method):
     """Drops half of the image tokens early in prefill; layers keep all tokens that reach them.

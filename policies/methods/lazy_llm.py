@@ -14,13 +14,11 @@ from kvpolicy.policies.propagation.staged import StagedPropagation
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
 from kvpolicy.policies.scorers.last_query import LastQueryScorer
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
-from kvpolicy.renamed import accepts_old
 
 DEPTHS = (0.3, 0.6, 0.9)  # after the 9th, 19th and 28th of 32 layers
 
 
 @documented
-@accepts_old(drop_layers="tsp_layers", keep_rate="tsp_rate")
 @attrs.frozen
 class LazyLLM(Method):
     """Drops some of the tokens three times in one prefill, by the attention of the last token.

@@ -14,14 +14,12 @@ from kvpolicy.policies.propagation.staged import StagedPropagation
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
 from kvpolicy.policies.scorers.block_product import BlockProductScorer
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
-from kvpolicy.renamed import accepts_old
 
 # Layers 10, 20 and 30 of 32, and by how much more goes on there than after the last.
 STAGES = ((11 / 32, 4), (21 / 32, 2), (31 / 32, 1))
 
 
 @documented
-@accepts_old(unit_size="chunk_size", block_units="block_chunks")
 @attrs.frozen
 class SlimInfer(Method):
     """Drops blocks of tokens three times in one prefill, by products with the last queries.

@@ -13,11 +13,9 @@ from kvpolicy.policies.propagation.block_mass import BlockMassPropagation
 from kvpolicy.policies.propagation.layers import as_layers
 from kvpolicy.policies.scorers.window import WindowAttentionScorer
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
-from kvpolicy.renamed import accepts_old
 
 
 @documented
-@accepts_old(drop_layers="tsp_layers", block_size="chunk_size")
 @attrs.frozen
 class UniPrefill(Method):
     """Drops blocks of tokens with little attention, after several layers of one prefill.

@@ -13,14 +13,12 @@ from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy, nearest_layer
 from kvpolicy.policies.propagation.layers import as_layers, within
-from kvpolicy.renamed import accepts_old
 from kvpolicy.selection import compress, row_budgets, select_top
 
 # Where layers are left open, the first and the last that may act.
 DEPTHS = (0.25, 0.5)
 
 
-@accepts_old(drop_layers="tsp_layers")
 @attrs.frozen
 class AgreementPropagation(PropagationPolicy):
     """Drops tokens after the first layer that ranks tokens much as the layer before it does.

@@ -14,7 +14,6 @@ from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy, nearest_layer
 from kvpolicy.policies.propagation.layers import as_layers, within
-from kvpolicy.renamed import accepts_old
 from kvpolicy.selection import compress
 
 # Where layers are left open, they act at these shares of the model's depth.
@@ -23,7 +22,6 @@ DEPTHS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 UNITS = 1 << 40
 
 
-@accepts_old(drop_layers="tsp_layers", block_size="chunk_size", num_sinks="protect")
 @attrs.frozen
 class BlockMassPropagation(PropagationPolicy):
     """Passes on the fewest blocks of tokens that together hold a given share of the saliency.

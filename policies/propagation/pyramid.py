@@ -13,11 +13,9 @@ from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy
 from kvpolicy.policies.scorers.weighted_tail import tail_lens
-from kvpolicy.renamed import accepts_old
 from kvpolicy.selection import select_top
 
 
-@accepts_old(num_sinks="protect")
 @attrs.frozen
 class PyramidPropagation(PropagationPolicy):
     """Drops a fraction of the older tokens after every layer; the newest tokens all go on.

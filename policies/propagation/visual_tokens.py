@@ -11,11 +11,9 @@ from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy
 from kvpolicy.kinds import VISUAL
-from kvpolicy.renamed import accepts_old
 from kvpolicy.selection import select_top
 
 
-@accepts_old(drop_layer="tsp_layer", visual_rate="tsp_rate")
 @attrs.frozen
 class VisualTokenPropagation(PropagationPolicy):
     """Drops visual tokens after one layer, except the most salient; all text tokens go on.

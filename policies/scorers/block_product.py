@@ -12,10 +12,8 @@ from kvpolicy.attention import query_key_products
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
-from kvpolicy.renamed import accepts_old
 
 
-@accepts_old(unit_size="chunk_size", block_units="block_chunks")
 @attrs.frozen
 class BlockProductScorer(Scorer):
     """Scores tokens by dot products of the last queries with the mean keys of their block.

@@ -13,10 +13,8 @@ from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
 from kvpolicy.policies.scorers.wrapping import WrappingScorer
-from kvpolicy.renamed import accepts_old
 
 
-@accepts_old(chunk_length="chunk_size")
 @attrs.frozen
 class ChunkMeanScorer(WrappingScorer):
     """Averages another scorer's saliency over chunks of consecutive tokens and over all heads.

@@ -1,23 +1,36 @@
-"""A broken entry of another package is ignored, named once, and takes nothing else away."""
+"""Names of policies and parts: how they are made and written; broken entries of other packages."""
 
+import tomllib
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
 import pytest
 
 import kvpolicy
 from kvpolicy import registry
 from kvpolicy.assignments import PartOption
-from kvpolicy.building import build_policy, compose
 from kvpolicy.description import describe, from_description
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.evaluation.comparison.chosen import chosen_variants
 from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.names import GROUP, check_declared
-from kvpolicy.policies import TOVA, ExpectedAttention, KeyNormScorer, SnapKV
-from kvpolicy.registry import KINDS, check_names, name_of
+from kvpolicy.policies import (
+    TOVA,
+    ExpectedAttention,
+    KeyNormScorer,
+    PyramidPropagation,
+    PyramidSelector,
+    SnapKV,
+    WindowMaxPoolScorer,
+)
+from kvpolicy.registry import KINDS, build_policy, check_names, compose, name_of
 
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+DECLARED: dict[str, str] = tomllib.loads(PROJECT.read_text())["project"]["entry-points"][GROUP]
+# Two words where they are written so.
+TWO_WORDS = {"full_context", "expected_attention", "key_norm"}
 OWN = list(kvpolicy.registered())
 BROKEN = {
     "gone": "kvpolicy.policies:NoSuchScorer",
@@ -127,3 +140,26 @@ def test_a_name_that_could_be_two_is_unknown(monkeypatch: pytest.MonkeyPatch) ->
             UnknownPolicyError, match=r"did you mean (snapkv or snap_kv|snap_kv or snapkv)"
         ):
             kvpolicy.build(other)
+
+
+def test_names_are_those_of_the_classes() -> None:
+    found = kvpolicy.registered()
+    assert set(found) == set(DECLARED)
+    for name, place in DECLARED.items():
+        class_name = place.rpartition(":")[2]
+        assert name.replace("_", "") == class_name.lower()
+        (kind,) = [kind for kind in KINDS if name in kvpolicy.registered(kind)]
+        if kind == "policy":
+            assert name in TWO_WORDS or "_" not in name
+        else:
+            assert name.endswith(f"_{kind}")
+
+
+def test_a_parts_kind_may_be_left_out_where_it_is_said() -> None:
+    assert name_of("gqa-group", "selector") == "gqa_group_selector"
+    assert kvpolicy.build("key_norm", "scorer") == KeyNormScorer()
+    assert kvpolicy.build("pyramid", "selector") == PyramidSelector()
+    assert kvpolicy.build("pyramid", "propagation") == PyramidPropagation()
+    assert kvpolicy.build("window_max_pool_scorer", "scorer") == WindowMaxPoolScorer()
+    with pytest.raises(UnknownPolicyError, match="no policy is named 'gqa_group'"):
+        kvpolicy.build("gqa_group")

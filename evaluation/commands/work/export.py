@@ -5,7 +5,6 @@ from __future__ import annotations
 import attrs
 from rich.console import Console
 
-from kvpolicy.building import factory_of, parameters_of
 from kvpolicy.evaluation.commands.export import ExportOptions
 from kvpolicy.evaluation.commands.work.terminal import load_shown, plain_console
 from kvpolicy.evaluation.comparison.chosen import chosen_variant
@@ -17,6 +16,7 @@ from kvpolicy.evaluation.tasks.prompts import read_prompt
 from kvpolicy.integrations.transformers import ReadDocument
 from kvpolicy.integrations.vllm import export
 from kvpolicy.integrations.vllm.exporting import check_target
+from kvpolicy.registry import factory_of, parameters_of
 
 DEFAULT = "replaykv"
 

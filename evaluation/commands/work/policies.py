@@ -7,9 +7,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from kvpolicy.building import parameters_of
 from kvpolicy.evaluation.commands.work.terminal import plain_console
-from kvpolicy.registry import kind_of, registered
+from kvpolicy.registry import kind_of, parameters_of, registered
 
 KINDS = ("policy", "scorer", "selector", "propagation")
 _INDENT = " " * 4

@@ -269,8 +269,8 @@ def _check_crosses(
     batch: int,
 ) -> None:
     """Check a file's image keys and values: one shape for both, or absent."""
-    crosses = _read_json(metadata, "crosses") if "crosses" in metadata else []
-    fits = isinstance(crosses, list) and len(crosses) in (0, len(query_heads))
+    crosses = _read_json(metadata, "crosses")
+    fits = isinstance(crosses, list) and len(crosses) == len(query_heads)
     wrong = [
         index
         for index, each in enumerate(crosses if fits else [])
@@ -285,7 +285,7 @@ def _check_crosses(
         names = [f"layers.{index}.{name}" for name in OF_CROSS]
         if heads is not None or not any(name in tensors for name in names):
             continue
-        if not (crosses and crosses[index]):
+        if not crosses[index]:
             raise ValueError(f"{names[0]} must be of a layer that attends to images, got {index}")
         keys, values = (tensors[name] for name in names)
         _check_tensor(names[0], keys, keys.dtype, batch, None, None, None)

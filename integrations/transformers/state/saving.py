@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvpolicy.checks import check_kind
-from kvpolicy.description import Description, describe, from_description, with_new_names
+from kvpolicy.description import Description, describe, from_description
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
 from kvpolicy.integrations.transformers.state.held_counts import held_counts
@@ -40,7 +40,7 @@ from kvpolicy.integrations.transformers.state.whole_file import check_target, wr
 from kvpolicy.policy import CachePolicy
 
 FORMAT = "kvpolicy-cache"
-VERSION = 3
+VERSION = 1
 
 
 @attrs.frozen(eq=False)
@@ -205,7 +205,7 @@ class SavedCache:
             raise ValueError(f"policy must be given to load {path}: {error}") from None
 
     def _same(self, path: str | os.PathLike[str], policy: CachePolicy) -> CachePolicy:
-        if describe(policy) != with_new_names(self.policy):
+        if describe(policy) != self.policy:
             raise ValueError(
                 f"policy must be the one that filled the cache in {path}, which is "
                 f"{_named(self.policy)}, got {policy}"
@@ -274,7 +274,7 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
         rows_since=None if since is None else tuple(since),
     )
     layers: list[PolicyLayer] = []
-    crosses = json.loads(metadata.get("crosses", "[]"))
+    crosses = json.loads(metadata["crosses"])
     producers = json.loads(metadata.get("producers", "{}"))
     for index, query_heads in enumerate(json.loads(metadata["query_heads"])):
         number, *states = read_states(metadata, tensors, index)
@@ -283,7 +283,7 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
             layer: PolicyLayer = of_kind(number_of_states=number)
             assert isinstance(layer, RecurrentLayer)
             layer.hold_states(*states)
-        elif crosses[index : index + 1] == [True]:
+        elif crosses[index]:
             layer = CrossLayer()
             of_cross = [tensors.get(f"layers.{index}.{name}") for name in OF_CROSS]
             if of_cross[0] is not None and of_cross[1] is not None:

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 
 from kvpolicy import CachePolicy, registry
-from kvpolicy.building import parameters_of
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.evaluation import build_policy, variants
 from kvpolicy.evaluation.comparison.chosen import chosen_variants
 from kvpolicy.evaluation.comparison.variant import takes
 from kvpolicy.evaluation.options import PolicyOptions
-from kvpolicy.policies import ChunkKV, FastKV, FastV, FullContext, LazyLLM, SnapKV, StreamingLLM
-from kvpolicy.renamed import EarlierWordWarning
+from kvpolicy.policies import ChunkKV, FastKV, FastV, FullContext, SnapKV, StreamingLLM
+from kvpolicy.registry import parameters_of
 
 
 def test_rates_for_those_that_take_one_and_once_for_the_others() -> None:
@@ -80,7 +79,6 @@ def test_third_party_factories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "kvpolicy.evaluation.comparison.variant.registered", lambda kind=None: factories
     )
-    monkeypatch.setattr("kvpolicy.building.registered", lambda kind=None: factories)
     monkeypatch.setattr("kvpolicy.registry.registered", lambda kind=None: factories)
     found = variants(rates=[0.1, 0.2])
     assert [each.label for each in found] == ["anything", "rated 0.1", "rated 0.2"]
@@ -98,24 +96,10 @@ def test_parameters_of() -> None:
     assert not takes("snapkv", "tsp_layer")
 
 
-def test_arguments_of_the_earlier_version_on_a_command_line() -> None:
-    options = PolicyOptions(names=("chunkkv", "snapkv"), assignments={"chunk_length": 5})
-    with pytest.warns(EarlierWordWarning, match="chunk_length of ChunkKV is deprecated, use chunk"):
-        found = chosen_variants(options, [0.2])
+def test_arguments_are_of_the_policies_that_take_them() -> None:
+    options = PolicyOptions(names=("chunkkv", "snapkv"), assignments={"chunk_size": 5})
+    found = chosen_variants(options, [0.2])
     assert [each.policy for each in found] == [ChunkKV(0.2, chunk_size=5), SnapKV(0.2)]
-    given = {"drop_layer": 2, "drop_layers": [1], "keep_rate": 0.5}
-    options = PolicyOptions(names=("fastv", "lazyllm"), assignments=given)
-    with pytest.warns(EarlierWordWarning, match="is deprecated, use tsp_") as told:
-        image, lazy = chosen_variants(options, [0.2])
-    assert (image.policy, lazy.policy) == (
-        FastV(tsp_layer=2),
-        LazyLLM(tsp_layers=[1], tsp_rate=0.5),
-    )
-    assert {str(each.message) for each in told} == {
-        "drop_layer of FastV is deprecated, use tsp_layer",
-        "drop_layers of LazyLLM is deprecated, use tsp_layers",
-        "keep_rate of LazyLLM is deprecated, use tsp_rate",
-    }
-    options = PolicyOptions(names=("snapkv",), assignments={"chunk_length": 5})
-    with pytest.raises(ValueError, match="--set chunk_length must name a parameter of a chosen"):
+    options = PolicyOptions(names=("snapkv",), assignments={"chunk_size": 5})
+    with pytest.raises(ValueError, match="--set chunk_size must name a parameter of a chosen"):
         chosen_variants(options, [0.2])

@@ -11,10 +11,8 @@ import pytest
 from kvpolicy.evaluation.comparison.variant import variants
 from kvpolicy.evaluation.suite import Cell, Results, Summary, load, write_report
 from kvpolicy.evaluation.suite.description import Description
-from kvpolicy.evaluation.suite.earlier_names import present_call, present_label
 from kvpolicy.evaluation.suite.filling import expected_samples, fill
 from kvpolicy.evaluation.suite.folder import SAMPLES, SETTINGS, opened
-from kvpolicy.evaluation.suite.joining import load_joined
 from kvpolicy.evaluation.suite.runner import Documents
 from kvpolicy.evaluation.suite.sample import Answer, Document, Method
 from tests.evaluation.suite.stand_in import StandIn
@@ -267,81 +265,17 @@ def test_refused_prompts_leave_the_settings_as_they_are(tmp_path: Path) -> None:
     assert runner.asked == []
 
 
-def test_folders_of_the_first_format(tmp_path: Path) -> None:
-    """Of one length they go on; of several, documents have other numbers, and they can be read."""
-    for name, asked in (("one", FIRST), ("two", FIRST | MORE["lengths"])):
-        asked_of(tmp_path / name, asked)
-        file = tmp_path / name / SETTINGS
-        file.write_text(file.read_text().replace('"format": 2', '"format": 1'))
-        assert load(tmp_path / name).description.format == 1
-    assert len(asked_of(tmp_path / "one", FIRST | MORE["limit"])) == 2 * 4
-    assert load(tmp_path / "one").description.format == 2
-    with pytest.raises(ValueError, match="numbering of documents was of an earlier version, got"):
-        asked_of(tmp_path / "two", FIRST | MORE["lengths"] | MORE["limit"])
+def test_a_folder_of_another_format_is_refused(tmp_path: Path) -> None:
+    asked_of(tmp_path, FIRST)
+    file = tmp_path / SETTINGS
+    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match="format must be 1, which this version reads, got 2"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match="format must be 1"):
+        asked_of(tmp_path, FIRST | MORE["limit"])
 
 
-# What an earlier version wrote of two policies; an argument of the second had another name, too.
-WRITTEN = {"adakv": "ada_kv", "chunkkv": "chunk_kv", "chunk_size=": "chunk_length="}
-
-
-def in_earlier_words(folder: Path) -> None:
-    for name in (SAMPLES, SETTINGS):
-        file = folder / name
-        text = file.read_text()
-        for now, before in WRITTEN.items():
-            text = text.replace(now, before)
-        file.write_text(text)
-
-
-def test_a_folder_with_earlier_names_goes_on_under_those_of_today(tmp_path: Path) -> None:
-    asked = FIRST | {"policies": ("adakv", "chunkkv", "snapkv")}
-    asked_of(tmp_path / "once", asked | {"limit": 7})
-    once, folder = load(tmp_path / "once"), tmp_path / "earlier"
-    asked_of(folder, asked)
-    in_earlier_words(folder)
-    before = rows(folder)
-    assert b"ada_kv 0.1" in b"".join(before)
-    assert "chunk_length=10" in (folder / SETTINGS).read_text()
-    results = load(folder)
-    assert results.description.methods == once.description.methods
-    assert {each.policy for each in results.samples} == {each.policy for each in once.samples}
-    write_report(results, folder / "report.html")
-    assert (folder / "report.md").read_text().count("| adakv 0.1 |") == 1
-    assert asked_of(folder, asked) == []
-    assert rows(folder) == before
-    assert len(asked_of(folder, asked | {"limit": 7})) == 4 * 4
-    assert rows(folder)[: len(before)] == before
-    assert load(folder).description == once.description
-    assert load(folder).by_cell() == once.by_cell()
-    assert load_joined([folder, tmp_path / "once"]).by_cell() == once.by_cell()
-
-
-def test_a_sample_under_both_names_counts_once(tmp_path: Path) -> None:
-    """An earlier folder that was extended before its names were read as those of today."""
-    for name in ("earlier", "now"):
-        asked_of(tmp_path / name, FIRST | {"policies": ("adakv",)})
-    now = load(tmp_path / "now")
-    in_earlier_words(tmp_path / "earlier")
-    settings = [json.loads((tmp_path / it / SETTINGS).read_text()) for it in ("earlier", "now")]
-    both = settings[0]
-    both["methods"] |= settings[1]["methods"]
-    both["cells"] += [each for each in settings[1]["cells"] if each not in both["cells"]]
-    lines = list(dict.fromkeys(rows(tmp_path / "earlier") + rows(tmp_path / "now")))
-    assert len(lines) == 3 * 3
-    (tmp_path / "now" / SETTINGS).write_text(json.dumps(both))
-    (tmp_path / "now" / SAMPLES).write_bytes(b"".join(lines))
-    assert load(tmp_path / "now").description == now.description
-    assert load(tmp_path / "now").by_cell() == now.by_cell()
-    (tmp_path / "now" / SAMPLES).write_bytes(b"".join([*lines, lines[-1]]))
-    with pytest.raises(ValueError, match="document 2 is there twice"):
-        load(tmp_path / "now")
-
-
-def test_names_of_another_package_stay() -> None:
-    assert present_label("lag 0.1") == "lag 0.1"  # the earlier name of a part, of no policy
-    unread = "Theirs(at=<object>)", "Theirs(drop_layer=1)", "é\nChunkKV(chunk_length=3)"
-    assert tuple(map(present_call, unread)) == unread
-    several = "Outer('é', ChunkKV(\n chunk_length=3), FastV(drop_layer=2, visual_rate=0.5))"
-    assert present_call(several) == (
-        "Outer('é', ChunkKV(\n chunk_size=3), FastV(tsp_layer=2, tsp_rate=0.5))"
-    )
+def test_what_is_read_beyond_the_positions_is_remembered(tmp_path: Path) -> None:
+    for beyond in (False, True, False):
+        asked_of(tmp_path, FIRST, beyond_positions=beyond)
+    assert load(tmp_path).description.settings["beyond_positions"] is True

@@ -8,8 +8,8 @@ from tests.integrations.support.versions import OLD
 
 pytestmark = pytest.mark.skipif(OLD, reason="other releases call other functions themselves")
 
-# The most that a layer may add, which the changelog tells: operators in a prompt of 512 tokens and
-# in a token of `generate`. Such a token has no more Python calls than without a policy.
+# The most that a layer may add: operators in a prompt of 512 tokens and in a token of `generate`.
+# Such a token has no more Python calls than without a policy.
 LIMITS = {
     "FullContext": (-2, 0),
     "StreamingLLM": (8, 0),

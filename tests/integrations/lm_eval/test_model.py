@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.integrations.lm_eval import PolicyLM
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import ChunkKV, SnapKV
+from kvpolicy.policies import SnapKV
 from tests.integrations.lm_eval.conftest import Evaluate
 from tests.integrations.lm_eval.support import char_tokenizer, documents, local_task
 from tests.reference import tiny_model
@@ -134,15 +134,6 @@ def test_compositions_and_policies_as_objects(folder: Path) -> None:
     given = PolicyLM(model, tokenizer=char_tokenizer(), policy=SnapKV(0.4), batch_size=2)
     assert given.policy == SnapKV(0.4)
     assert given.model is model
-
-
-def test_names_of_the_earlier_version(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = PolicyLM(folder, policy="chunk_kv", chunk_length=5, device="cpu")
-    assert told.policy == ChunkKV(chunk_size=5)
-    assert [line for line in capsys.readouterr().err.splitlines() if "deprecated" in line] == [
-        "warning: the name chunk_kv is deprecated, use chunkkv",
-        "warning: chunk_length of ChunkKV is deprecated, use chunk_size",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from kvpolicy import CachePolicy, LayerContext, Scorer, registered
 from kvpolicy.description import describe, from_description
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
+    H2O,
+    AdaKV,
     AdaptiveHeadSelector,
     ChunkMeanScorer,
     FastKV,
     GQAGroupSelector,
+    KVzip,
     LagKVScorer,
     LastQueryScorer,
     PassAllPropagation,
@@ -123,7 +127,7 @@ def test_what_is_no_saved_cache(model: PreTrainedModel, tmp_path: Path) -> None:
     save_file({"weights": torch.zeros(2)}, tmp_path / "weights.safetensors")
     with pytest.raises(ValueError, match="path must be a file of PolicyCache.save.*format None"):
         PolicyCache.load(tmp_path / "weights.safetensors")
-    metadata = {"format": "kvpolicy-cache", "version": "3"}
+    metadata = {"format": "kvpolicy-cache", "version": "1"}
     save_file({"weights": torch.zeros(2)}, tmp_path / "part.safetensors", metadata)
     with pytest.raises(ValueError, match="path must be a whole file"):
         PolicyCache.load(tmp_path / "part.safetensors")
@@ -479,22 +483,6 @@ def test_a_sliding_window_that_leaves_nothing(tmp_path: Path) -> None:
     loaded_from(cache, tmp_path)
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_a_file_that_names_a_policy_in_earlier_words(
-    model: PreTrainedModel, tmp_path: Path, given: bool
-) -> None:
-    path = tmp_path / "earlier.safetensors"
-    scorer = SumScorer([WindowMaxPoolScorer(), LastQueryScorer()], weights=[1.0, 8.0])
-    policy = CachePolicy(scorer, GQAGroupSelector(0.4), PassAllPropagation())
-    held(model, policy).save(path)
-    with safe_open(path, "pt") as file:
-        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert '"rereading": null' in metadata["policy"]
-    metadata["policy"] = metadata["policy"].replace('"rereading"', '"reading"')
-    save_file(tensors, path, metadata)
-    assert PolicyCache.load(path, policy if given else None).policy == policy
-
-
 @pytest.mark.parametrize("path", [None, 3, True, b"cache"])
 def test_what_is_no_path(model: PreTrainedModel, path: Any) -> None:
     cache = held(model)
@@ -511,28 +499,64 @@ def test_every_policy_can_be_described_and_built_again(name: str) -> None:
     assert type(again) is type(policy)
 
 
-def test_a_file_with_the_earlier_versions_names(model: PreTrainedModel, tmp_path: Path) -> None:
-    policy = CachePolicy(
+# Heads that keep unlike numbers of tokens; a layer that drops tokens; the state of a scorer and the
+# queries of an answer that is bounded; a second reading; a part in a part; an unregistered part.
+POLICIES: dict[str, CachePolicy] = {
+    "adakv": AdaKV(0.3),
+    "fastkv": FastKV(0.2, tsp_layer=1, tsp_rate=0.5),
+    "h2o": H2O(0.3, decoding=16),
+    "kvzip": KVzip(0.3, chunk_size=16),
+    "parts": CachePolicy(
         ChunkMeanScorer(LagKVScorer(num_sinks=1, lag_size=3), chunk_size=4),
         GQAGroupSelector(0.4),
         PassAllPropagation(),
-    )
+    ),
+    "sum": CachePolicy(
+        SumScorer([WindowMaxPoolScorer(), LastQueryScorer()], weights=[1.0, 8.0]),
+        GQAGroupSelector(0.4),
+        PassAllPropagation(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_loaded_cache_goes_on_as_the_saved_one(
+    model: PreTrainedModel, tmp_path: Path, name: str
+) -> None:
+    policy = POLICIES[name]
+    cache = held(model, policy)
+    loaded = loaded_from(cache, tmp_path)
+    assert loaded.policy == policy
+    assert PolicyCache.load(tmp_path / "cache.safetensors", policy).policy is policy
+    assert loaded.seen_lengths == cache.seen_lengths == (66,)
+    assert str(loaded.report()) == str(cache.report())
+    assert all(layer.keys.shape[2] < 66 for layer in loaded.layers)
+    for one, other in zip(loaded.layers, cache.layers, strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+    ids = going_on(cache)
+    answers = [generate(model, each, ids, torch.ones_like(ids)) for each in (loaded, cache)]
+    assert torch.equal(*answers)
+
+
+def test_a_policy_with_another_part_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    policy = POLICIES["parts"]
     path = saved(model, tmp_path, policy)
-    metadata, tensors = contents(path)
-    for now, earlier in (
-        ("lagkv_scorer", "lag"),
-        ("chunk_mean_scorer", "chunk_mean"),
-        ("gqa_group_selector", "gqa_group"),
-        ("pass_all_propagation", "pass_all"),
-        ("chunk_size", "chunk_length"),
-    ):
-        assert f'"{now}"' in metadata["policy"]
-        metadata["policy"] = metadata["policy"].replace(f'"{now}"', f'"{earlier}"')
-    save_file(tensors, path, metadata)
-    assert PolicyCache.load(path).policy == policy
-    assert PolicyCache.load(path, policy).policy == policy
     with pytest.raises(ValueError, match="the one that filled the cache .* which is CachePolicy"):
         PolicyCache.load(path, attrs.evolve(policy, selector=GQAGroupSelector(0.5)))
+
+
+@pytest.mark.parametrize("version", ["0", "2", None])
+def test_a_file_of_another_version(
+    model: PreTrainedModel, tmp_path: Path, version: str | None
+) -> None:
+    path = saved(model, tmp_path)
+    metadata, tensors = contents(path)
+    del metadata["version"]
+    save_file(tensors, path, metadata | ({} if version is None else {"version": version}))
+    said = f"version 1, got {path} with format kvpolicy-cache {version or ''}"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        PolicyCache.load(path)
 
 
 def test_a_description_that_fits_nothing() -> None:
