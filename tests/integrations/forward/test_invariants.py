@@ -141,7 +141,9 @@ def test_bfloat16_decodes_as_from_the_kept_entries_of_a_full_cache(implementatio
         assert index.shape[2] == 21
     for step, token in enumerate(output.sequences[0, 70:-1].tolist()):
         position = torch.tensor([[70 + step]])
-        logits = model(torch.tensor([[token]]), **{CACHE: full}, position_ids=position).logits[:, -1]
+        logits = model(torch.tensor([[token]]), **{CACHE: full}, position_ids=position).logits[
+            :, -1
+        ]
         assert torch.equal(logits.float(), output.logits[step + 1])
 
 
