@@ -137,7 +137,8 @@ class Filling:
         return output
 
     def _last(self, hidden: Tensor) -> Tensor:
-        return self._cut(hidden, max(self.slots))
+        last: Tensor = self._cut(hidden, max(self.slots))
+        return last
 
     def _each(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
         """Cut the hidden states before and behind each layer; not its attention weights."""

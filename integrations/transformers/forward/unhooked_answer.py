@@ -122,14 +122,24 @@ class UnhookedAnswer:
             handle = module.register_forward_pre_hook(hook, with_kwargs=True)
             self._removed.callback(handle.remove)
 
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Answered | None:
+        """Return the dispatcher of the cache if a call carries this cache; else None.
+
+        Torch may call a hook that was just removed, for a call in another thread. The cache may be
+        gone by then.
+        """
+        cache = self._reader()
+        attached = None if cache is None else cache.attachment
+        return None if attached is None or not carries(attached.cache, args, kwargs) else cache
+
     def _before_model(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
         """Hook of the model: record the token's ids; restore all hooks if layers evict next."""
-        cache = self._cache
-        assert cache.attachment is not None
-        if kwargs is None or not carries(cache.attachment.cache, args, kwargs):
+        cache = self._called(args, kwargs)
+        if cache is None or kwargs is None:
             return
+        assert cache.attachment is not None
         if self._end is not None and cache.seen >= self._end:
             self.end()
             cache.attachment.before_model(module, args, kwargs)
@@ -140,11 +150,10 @@ class UnhookedAnswer:
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hook of the decoder: do not count tokens in positions that a restart has left out."""
-        cache = self._cache
-        assert cache.attachment is not None
-        assert cache.now.tokens is not None
-        if kwargs is None or not carries(cache.attachment.cache, args, kwargs):
+        cache = self._called(args, kwargs)
+        if cache is None or kwargs is None:
             return None
+        assert cache.now.tokens is not None
         return args, moved_positions(kwargs, cache.now.tokens)
 
     @staticmethod
