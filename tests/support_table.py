@@ -34,6 +34,10 @@ REASONS = (
         "must take a cache of Transformers",
         "Refused: the model takes no cache of Transformers' kind",
     ),
+    (
+        "one hidden state for each token",
+        "Refused: the decoder's layers get no hidden state for each token",
+    ),
     ("FastKV", "Policies that evict; policies that drop tokens are refused"),
     ("some layer must hold", "Refused: no layer attends, so there is nothing to choose"),
     ("keeps it in the model itself", "Refused: the model keeps its states outside the cache"),

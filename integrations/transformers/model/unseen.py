@@ -15,6 +15,7 @@ so that the mask, which is made from positions, hides at least as much.
 from __future__ import annotations
 
 import inspect
+import types
 import typing
 from typing import Any
 
@@ -78,7 +79,8 @@ def takes_cache(decoder: nn.Module) -> bool:
     if name is None:
         return False
     named = inspect.signature(forward).parameters[name].annotation
-    kinds = [each for each in (named, *typing.get_args(named)) if isinstance(each, type)]
+    said = [typing.get_origin(each) or each for each in (named, *typing.get_args(named))]
+    kinds = [each for each in said if isinstance(each, type) and each is not types.UnionType]
     kinds = [each for each in kinds if each not in (type(None), inspect.Parameter.empty)]
     return not kinds or any(issubclass(each, Cache) for each in kinds)
 
