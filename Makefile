@@ -79,7 +79,7 @@ $(OLDEST)/installed: pyproject.toml constraints.txt
 	touch $@
 
 oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/pytest $(WORKERS) $(OLDEST_CASES) $(addprefix tests/integrations/,forward fuzz hybrids model)
+	$(OLDEST)/bin/pytest $(WORKERS) $(OLDEST_CASES) $(addprefix tests/integrations/,flash forward fuzz hybrids model)
 
 # Every decoder of the installed Transformers, built tiny and held against its own dense attention.
 families: $(VENV)/installed
