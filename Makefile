@@ -82,7 +82,7 @@ $(OLDEST)/installed: pyproject.toml constraints.txt
 	touch $@
 
 oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/pytest $(WORKERS) $(OLDEST_CASES) $(addprefix tests/integrations/,forward fuzz hybrids model test_surface.py)
+	$(OLDEST)/bin/pytest $(WORKERS) $(OLDEST_CASES) $(addprefix tests/integrations/,flash forward fuzz hybrids model test_surface.py)
 
 # What a user gets today: the newest version of everything, in a new environment.
 newest:

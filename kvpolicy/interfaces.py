@@ -62,6 +62,14 @@ class KVSelector(Part, abc.ABC):
         return False
 
     @property
+    def unequal_heads(self) -> bool:
+        """True if heads of a layer may keep different numbers of tokens of one batch row.
+
+        Such a selector is refused under flash attention, which has no mask for each head.
+        """
+        return False
+
+    @property
     def keeps_all(self) -> bool:
         """True if the selector keeps every token.
 

@@ -8,6 +8,7 @@ import torch
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
+from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
 from kvpolicy.integrations.transformers.model.parallel import HeadSharding
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
@@ -27,6 +28,7 @@ def fit(reader: ForwardDispatcher, parts: ModelParts, loaded_for: ModelFingerpri
 
     Raises:
         ValueError: Another model has filled the cache.
+        UnsupportedModelError: The model attends by flash attention, which cannot read the cache.
     """
     if reader.tokens is None:
         room = reserved_slots(reader.policy, reader.max_new_tokens)
@@ -46,6 +48,8 @@ def fit(reader: ForwardDispatcher, parts: ModelParts, loaded_for: ModelFingerpri
         _check_loaded_for(loaded_for, ModelFingerprint.of(parts.decoder))
         _check_kinds(reader, parts)
         _move_to(reader, parts)
+    if reader.tokens is not None and parts.implementation in FLASH:
+        _check_flash(reader, parts)
 
 
 def reserved_slots(policy: CachePolicy, longest: int | None) -> int:
@@ -99,6 +103,31 @@ def check_bounded(reader: ForwardDispatcher) -> None:
             f"not show them, as in layers {blind}; use the rule of StreamingLLM, KeyNorm, "
             "KeyDiff, LagKV, CurDKV or Random"
         )
+
+
+def _check_flash(reader: ForwardDispatcher, parts: ModelParts) -> None:
+    """Check that flash attention can attend to what a cache holds, without a mask.
+
+    Under another attention implementation, layers may have chosen among the tokens of a window.
+
+    Raises:
+        UnsupportedModelError: It cannot.
+    """
+    for index, (layer, window) in enumerate(zip(reader.layers, parts.windows, strict=True)):
+        held, lacks = layer.positions, ""
+        if layer.contents.ragged:
+            lacks = "equally many tokens in all heads"
+        elif window is not None and held is not None and layer.tokens is not None:
+            lengths = layer.tokens.lengths.to(held.device)[:, None]
+            seen = (held >= first_seen(lengths, window)[:, :, None].clamp(min=0)).sum(dim=2)
+            if bool((seen < lengths.clamp(max=window - 1)).any()):
+                lacks = "all tokens of a layer's sliding window"
+        if lacks:
+            raise UnsupportedModelError(
+                f"a cache must hold {lacks} under attn_implementation={parts.implementation!r}, "
+                f"but layer {index} does not, which was filled under another implementation; load "
+                "the model with attn_implementation='sdpa' or 'eager'"
+            )
 
 
 def _check_loaded_for(saved: ModelFingerprint, model: ModelFingerprint) -> None:

@@ -57,6 +57,7 @@ def check_selector_declares(selector: KVSelector) -> None:
     _require_flag("is_bounded", selector.is_bounded)
     _require_flag("decides_together", selector.decides_together)
     _require_flag("equal_counts", selector.equal_counts)
+    _require_flag("unequal_heads", selector.unequal_heads)
     _require_flag("keeps_all", selector.keeps_all)
     _require_flag("keeps_highest", selector.keeps_highest)
 

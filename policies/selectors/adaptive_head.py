@@ -56,6 +56,11 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
         super().__attrs_post_init__()
         check_rate("floor", self.floor, zero=True)
 
+    @property
+    def unequal_heads(self) -> bool:
+        """Always True: each head gets its own share of the layer's budget."""
+        return True
+
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """Return the fraction of tokens that each layer keeps, averaged over heads."""
         check_count("num_layers", num_layers, minimum=1)

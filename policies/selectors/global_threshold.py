@@ -49,6 +49,11 @@ class GlobalThresholdSelector(SharedBudgetSelector):
         """Always True: one saliency threshold holds for all layers."""
         return True
 
+    @property
+    def unequal_heads(self) -> bool:
+        """Always True: each head keeps what lies above the threshold."""
+        return True
+
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """Return the fraction of tokens kept, averaged over layers, for every layer."""
         check_count("num_layers", num_layers, minimum=1)

@@ -46,6 +46,11 @@ class WrappingSelector(KVSelector):
         return self.selector.budget
 
     @property
+    def unequal_heads(self) -> bool:
+        """True if heads may keep different numbers of tokens under the wrapped selector."""
+        return self.selector.unequal_heads
+
+    @property
     def is_bounded(self) -> bool:
         """True if the wrapped selector's number of kept tokens does not grow with the context."""
         return self.selector.is_bounded

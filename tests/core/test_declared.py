@@ -66,7 +66,8 @@ SHARED = [
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "wanted"), [*SHARED, ("equal_counts", 1, "True or False")]
+    ("name", "value", "wanted"),
+    [*SHARED, ("equal_counts", 1, "True or False"), ("unequal_heads", 0, "True or False")],
 )
 def test_properties_of_a_selector(name: str, value: object, wanted: str) -> None:
     with pytest.raises(AssertionError, match=f"{name} must be {wanted}.*, got {value}"):

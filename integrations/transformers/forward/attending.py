@@ -159,7 +159,10 @@ class LayerAttention:
             self._call.attended.note(index, shared.keys)
         window = self._masks.windows[index]
         how = self._masks, self._reach, hidden, window, self._call.implementation
-        return {**self._reach.arguments(kwargs), "attention_mask": shared.mask_for(*how)}
+        here = self._reach.arguments(kwargs)
+        if self._call.implementation in FLASH and "position_ids" in here:
+            here = {**here, "position_ids": None}  # see `attend`, which it does not come to
+        return {**here, "attention_mask": shared.mask_for(*how)}
 
     def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments to call a recurrent layer with, its padding mask included."""

@@ -286,6 +286,8 @@ class LayerMasks:
             See `Visibility.mask`; None if no mask is needed.
         """
         layer, window = self._layers[index], self.windows[index]
+        if self._implementation in FLASH:
+            window = None  # its kernel applies the window
         plain = self._combined is None and window is None and own is None
         query_len = self._reach.valid.shape[1]
         spare = self._spares and not layer.one_choice

@@ -33,6 +33,7 @@ from kvpolicy.integrations.transformers.forward.passes import (
 )
 from kvpolicy.integrations.transformers.forward.stage_run import StageRun
 from kvpolicy.integrations.transformers.model import routing
+from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.routing import (
     Attend,
     AttentionInputs,
@@ -104,6 +105,8 @@ class PassRun:
         self._filling = Filling(at.reach.count) if refills else None
         self._queries.begin(at)
         self._waits = not appends or self._queries.waits()
+        # Where positions have gaps, as given by the caller; see `LayerAttention.attend`.
+        self._waits = self._waits or (call.implementation in FLASH and at.reach.count > 1)
         self._probe = call.probe if self._queries.asks else None
         if self._probe is not None:
             self._probe.check_places(at.before)

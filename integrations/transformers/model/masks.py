@@ -199,7 +199,7 @@ class Visibility:
         if bool((tokens != tokens[:, :1]).any()):
             raise UnsupportedModelError(
                 "heads of a row must hold equally many tokens under flash attention, which has "
-                "no mask for each head; load the model with attn_implementation='sdpa'"
+                "no mask for each head; load the model with attn_implementation='sdpa' or 'eager'"
             )
         return None if bool(tokens.all()) else tokens[:, 0].long()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.model import unseen
+from kvpolicy.integrations.transformers.model import flash, unseen
 from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.model.finding import (
     check_holds_states,
@@ -26,6 +26,7 @@ from kvpolicy.integrations.transformers.model.finding import (
 from kvpolicy.integrations.transformers.model.kinds import (
     FullAttention,
     Indexed,
+    LatentAttention,
     check_kinds,
     kinds_of,
 )
@@ -256,8 +257,8 @@ class ModelParts:
 
         Raises:
             UnsupportedModelError: The policy drops tokens after a layer that cannot see them all,
-                restarts a context longer than a sliding window, or is ``gapless`` on a layer that
-                has not full attention.
+                restarts a context longer than a sliding window, is ``gapless`` on a layer that
+                has not full attention, or needs masks that flash attention cannot take.
         """
         if policy.gapless:
             self._check_gapless(policy)
@@ -271,12 +272,6 @@ class ModelParts:
                 f"context must fit the sliding window of every layer if {policy} restarts the "
                 f"prefill at new positions, {self.windows[short[0]]} tokens, got {context_len}"
             )
-        if short and acting and self.implementation in FLASH:
-            raise UnsupportedModelError(
-                f"context must fit the sliding window of every layer if {policy} drops tokens "
-                f"under flash attention, which measures windows in keys, {self.windows[short[0]]} "
-                f"tokens, got {context_len}; load the model with attn_implementation='sdpa'"
-            )
         blind = sorted(acting & set(short))
         if blind:
             others = [i for i in range(self.num_layers) if i not in short]
@@ -286,6 +281,20 @@ class ModelParts:
                 f"but the sliding window of layers {blind} sees {self.windows[blind[0]]} of "
                 f"{context_len} tokens; layers that see all: {others or 'none'}{nearest}"
             )
+        if self.implementation in FLASH:
+            flash.check_policy(
+                policy,
+                self.implementation,
+                acts=bool(acting),
+                windows=any(self.windows),
+                one_choice=self._one_choice,
+            )
+
+    @property
+    def _one_choice(self) -> bool:
+        """True if no layer can keep different tokens in its heads."""
+        latent = all(isinstance(self.kinds[index], LatentAttention) for index in self.attending)
+        return latent or getattr(self.config, "num_key_value_heads", None) == 1
 
     def _check_gapless(self, policy: CachePolicy) -> None:
         """Check that every layer has plain full attention, as a policy that closes gaps needs.
