@@ -15,7 +15,7 @@ gpt_neox gpt_oss granite granite4_vision granite_docling granite_swa granitemoe 
 granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hy_v3 hy_v4
 hyperclovax hyperclovax_vision_v2 idefics2 idefics3 inkling_text internlm3 internvl iquestcoder
 jais2 janus jetmoe kimi_k25 kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl
-lighton_ocr llama llama4 llama4_text llava llava_next llava_next_video llava_onevision mellum
+lighton_ocr llama llama4_text llava llava_next llava_next_video llava_onevision mellum
 mimo_v2_flash minicpm3 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax minimax_m2 minimax_m3_vl
 ministral ministral3 mistral mistral3 mistral4 mistral_large4 mixtral mllama
 modernbert-decoder molmo2 moss_transcribe_diarize muse_glimmer muse_spark nanochat nemotron

@@ -63,18 +63,16 @@ def refuses(model: PreTrainedModel, policy: CachePolicy, ids: Tensor, message: s
     CALLS.clear()
     for _ in range(2):
         with pytest.raises(UnsupportedModelError, match=message) as error:
-            model.generate(ids, past_key_values=store, max_new_tokens=2)
+            model.generate(ids, cache=store, max_new_tokens=2)
         assert "attn_implementation='sdpa'" in str(error.value)
     assert not CALLS
     assert store.get_seq_length() == 0
     assert check_model(model).refusal_of(policy, ids.shape[1]) == str(error.value)
     sdpa = under_flash(model, "sdpa")
-    said = sdpa.generate(ids, past_key_values=store, max_new_tokens=2, do_sample=False)
-    again = sdpa.generate(
-        ids, past_key_values=PolicyCache(policy), max_new_tokens=2, do_sample=False
-    )
+    said = sdpa.generate(ids, cache=store, max_new_tokens=2, do_sample=False)
+    again = sdpa.generate(ids, cache=PolicyCache(policy), max_new_tokens=2, do_sample=False)
     assert torch.equal(said, again)
-    model.generate(ids, past_key_values=PolicyCache(FullContext()), max_new_tokens=2)
+    model.generate(ids, cache=PolicyCache(FullContext()), max_new_tokens=2)
     assert CALLS
 
 
@@ -98,7 +96,7 @@ def test_drops_beside_windows(name: str, length: int) -> None:
 def test_what_sdpa_refuses_too_is_refused_for_that_reason() -> None:
     model = model_of("gemma3", "flash_attention_2")
     with pytest.raises(UnsupportedModelError, match="context must fit the sliding window"):
-        model.generate(PROMPT, past_key_values=PolicyCache(DROPPING["gemfilter"]), max_new_tokens=2)
+        model.generate(PROMPT, cache=PolicyCache(DROPPING["gemfilter"]), max_new_tokens=2)
 
 
 def test_one_head_is_equal_to_itself() -> None:
@@ -106,7 +104,7 @@ def test_one_head_is_equal_to_itself() -> None:
     found, expected = (
         model_of("deepseek_v3", flash).generate(
             PROMPT,
-            past_key_values=PolicyCache(AdaKV(0.3)),
+            cache=PolicyCache(AdaKV(0.3)),
             max_new_tokens=5,
             do_sample=False,
             output_logits=True,

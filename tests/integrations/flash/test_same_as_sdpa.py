@@ -121,7 +121,7 @@ def test_beams(model: str, policy: CachePolicy, rows: str) -> None:
         model_of(model, flash).generate(
             ids,
             attention_mask=mask,
-            past_key_values=PolicyCache(policy),
+            cache=PolicyCache(policy),
             max_new_tokens=6,
             num_beams=3,
             num_return_sequences=3,
