@@ -24,7 +24,7 @@ CASES := $(if $(CI),,--covering)
 OLDEST_CASES := $(if $(CI),,--quick)
 
 .PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest newest bench pictures \
-	bench-scaling bench-chunks bench-decode bench-decoding bench-overhead bench-long-answers bench-gpu bench-prefill bench-sessions \
+	bench-scaling bench-chunks bench-decode bench-decoding bench-overhead bench-gpu bench-prefill bench-sessions \
 	bench-kvpress bench-unequal-heads families transformers-tests vllm-tests bench-vllm package docs tutorials \
 	format clean
 
@@ -186,9 +186,6 @@ bench-decoding: $(VENV)/installed
 
 bench-overhead: $(VENV)/installed
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
-
-bench-long-answers: $(VENV)/installed
-	$(BIN)/python -m benchmarks.long_answers.measure $(ARGS)
 
 bench-unequal-heads: $(VENV)/installed
 	$(BIN)/python benchmarks/unequal_heads.py $(ARGS)
