@@ -24,9 +24,8 @@ CASES := $(if $(CI),,--covering)
 OLDEST_CASES := $(if $(CI),,--quick)
 
 .PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest newest bench pictures \
-	bench-scaling bench-chunks bench-decode bench-decoding bench-overhead bench-long-answers bench-gpu bench-prefill bench-sessions \
-	bench-kvpress bench-unequal-heads families transformers-tests vllm-tests bench-vllm package docs tutorials \
-	format clean
+	bench-chunks bench-overhead bench-gpu bench-kvpress bench-vllm families transformers-tests vllm-tests \
+	package docs tutorials format clean
 
 compare: $(VENV)/compare
 	$(BIN)/kvpolicy compare --out results/compare $(ARGS)
@@ -168,9 +167,6 @@ pictures: $(VENV)/installed
 	$(BIN)/python benchmarks/methods.py --show benchmarks/results/methods.json
 	$(BIN)/python benchmarks/benefit.py
 
-bench-scaling: $(VENV)/installed
-	$(BIN)/python benchmarks/scaling.py $(ARGS)
-
 bench-chunks: $(VENV)/installed
 	$(BIN)/python benchmarks/chunks.py $(ARGS)
 
@@ -178,28 +174,8 @@ bench-chunks: $(VENV)/installed
 bench-gpu:
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
-bench-decode: $(VENV)/installed
-	$(BIN)/python benchmarks/decode.py $(ARGS)
-
-bench-decoding: $(VENV)/installed
-	$(BIN)/python benchmarks/decoding.py $(ARGS)
-
 bench-overhead: $(VENV)/installed
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
-
-bench-long-answers: $(VENV)/installed
-	$(BIN)/python -m benchmarks.long_answers.measure $(ARGS)
-
-bench-unequal-heads: $(VENV)/installed
-	$(BIN)/python benchmarks/unequal_heads.py $(ARGS)
-
-bench-sessions: $(VENV)/installed
-	$(BIN)/python benchmarks/sessions.py $(ARGS)
-
-bench-prefill: $(VENV)/installed
-	$(BIN)/python benchmarks/prefill.py
-	$(BIN)/python benchmarks/prefill.py --model qwen3_next
-	$(BIN)/python benchmarks/prefill.py --model deepseek_v3
 
 $(KVPRESS)/installed: benchmarks/kvpress/constraints.txt
 	$(PYTHON) -m venv $(KVPRESS)

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from kvpolicy import CachePolicy, build
 from kvpolicy.evaluation import ModelShape, estimate, shape_of
@@ -68,25 +68,18 @@ class ModelSpec:
             device: Device of the weights.
             dtype: Type of the weights.
         """
-        return random_model(self.config(), device, dtype)
+        torch.manual_seed(0)
+        with torch.device(device):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                self.config(), dtype=dtype, attn_implementation="sdpa"
+            )
+        return model.eval()
 
 
 SMALL = ModelSpec(hidden_size=256, num_layers=8, query_heads=4, kv_heads=2, intermediate_size=768)
 TINY = ModelSpec(
     hidden_size=48, num_layers=4, query_heads=6, kv_heads=2, intermediate_size=80, vocab_size=97
 )
-
-
-def random_model(
-    config: PreTrainedConfig, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
-    """Return a model of any configuration, built on its device with the weights of seed 0."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa"
-        )
-    return model.eval()
 
 
 def policies_said(names: Sequence[str]) -> dict[str, str]:

@@ -367,7 +367,7 @@ def measure(run: Run) -> None:
     bench = Bench(model, plans_for(spec), settings, deadline, time.monotonic)
     head = run.begin(settings_of(options, bench), *PARTS, device=model.device)
     run.record = {"benchmark": "gpu", "complete": False, "unfinished": {}, **head}
-    if (path := run.folder / run.file).exists() and not options.again:
+    if (path := run.folder / f"{run.name}.json").exists() and not options.again:
         resume(run, path)
     Session(run, bench).perform(options.jobs)
     tables = [each.text(run.record) for each in BENCHMARK.tables if each.live]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.evaluation.comparison.speed import MIN_ROUNDS, Speed
@@ -18,7 +17,6 @@ from kvpolicy.evaluation.pictures import (
     speed_colour,
 )
 from kvpolicy.evaluation.results import write_all
-from kvpolicy.registry import name_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,27 +85,6 @@ def methods_picture(record: dict[str, Any]) -> bytes:
     )
 
 
-def scaling_picture(record: dict[str, Any]) -> bytes:
-    """Draw prefill time and memory against each axis, on logarithmic axes."""
-    names = list(dict.fromkeys(point["axis"] for point in record["points"]))
-    rows: dict[str, Callable[[dict[str, Any]], float | None]] = {"prefill (ms)": _prefill_ms}
-    if any(point["peak"] for point in record["points"]):
-        rows["peak memory of prefill (MiB)"] = peak_mib
-    figure = _figure((12.5, 1.0 + 3.2 * len(rows)), "small random Llama: how time and memory grow")
-    grid = figure.subplots(len(rows), len(names), squeeze=False)
-    for label, row in zip(rows, grid, strict=True):
-        row[0].set_ylabel(label)
-        for axis, axes in zip(names, row, strict=True):
-            points = [point for point in record["points"] if point["axis"] == axis]
-            _growth(axes, points, rows[label])
-    if "layers" in names:
-        points = [point for point in record["points"] if point["axis"] == "layers"]
-        _explain_restart(grid[0][names.index("layers")], points)
-    for axis, axes in zip(names, grid[-1], strict=True):
-        axes.set_xlabel("tokens of the prompt" if axis == "context" else axis)
-    return _finish(figure, grid[0][0])
-
-
 def chunks_picture(record: dict[str, Any]) -> bytes:
     """Draw the peak memory of prompts read in chunks by length, on logarithmic axes."""
     points = [
@@ -120,30 +97,11 @@ def chunks_picture(record: dict[str, Any]) -> bytes:
     axes = figure.subplots()
     axes.set_xlabel("tokens of the prompt")
     axes.set_ylabel("peak memory of prefill (MiB)")
-    _growth(axes, points, peak_mib)
+    _growth(axes, points, _peak_mib)
     return _finish(figure, axes, columns=3)
 
 
-def _explain_restart(axes: Axes, points: list[dict[str, Any]]) -> None:
-    """Say at the point of two layers why GemFilter's prefill is so short there."""
-    found = [each for each in points if each["at"] == 2 and name_of(each["policy"]) == "gemfilter"]
-    for point in found:
-        axes.annotate(
-            "of 2 layers, gemfilter chooses\ntokens in the first: no layer\nattends over the whole "
-            "prompt",
-            (point["at"], _prefill_ms(point)),
-            xytext=(0.33, 0.08),
-            textcoords="axes fraction",
-            fontsize=9,
-            arrowprops={"arrowstyle": "->", "color": "grey"},
-        )
-
-
-def _prefill_ms(point: dict[str, Any]) -> float:
-    return float(median(point["prefill_ms"]))
-
-
-def peak_mib(point: dict[str, Any]) -> float | None:
+def _peak_mib(point: dict[str, Any]) -> float | None:
     """Return a point's peak memory in MiB; None if it was not measured."""
     peak = point["peak"]
     return None if peak is None else peak["growth_bytes"] / 2**20

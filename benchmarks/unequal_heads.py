@@ -1,70 +1,27 @@
 """Measure heads that keep different numbers of tokens: bytes held, and time per token.
 
 After a prompt, a copy of the cache is padded: every head gets as many slots as the head that keeps
-most. Both caches decode the same tokens in turns, in CPU time; ratios are of the same round. The
-bytes are also measured on the bundled needle model, whose attention is trained. Writes
-``unequal_heads.json``.
-
-    python benchmarks/unequal_heads.py [--context 8192] [--rounds 21] [--threads 1]
-    python benchmarks/unequal_heads.py --quick
-    python benchmarks/unequal_heads.py --show FILE
+most. Both caches decode the same tokens in turns; ratios are of the same round.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from functools import partial
-from pathlib import Path
 
-import attrs
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.clocks import timed
-from benchmarks.common import SMALL, TINY, random_prompt, spread
-from benchmarks.harness import (
-    Benchmark,
-    Column,
-    Option,
-    Row,
-    Run,
-    Table,
-    at_least,
-    extent,
-    in_turns,
-    middle,
-    ratios,
-)
-from kvpolicy.evaluation.tasks.needle import NeedleTask, load_model
+from benchmarks.common import random_prompt, spread
+from benchmarks.harness import Row, in_turns, ratios
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.state.packed import Packed
 from kvpolicy.policies import AdaKV
 
-RATES = (0.02, 0.1, 0.2)
 # Tokens that one cache decodes before it is the other's turn.
 BLOCK = 16
-OPTIONS = (Option("context", 8192, at_least(64), quick=64), Option("rounds", 21, quick=1))
-_SHARES = (
-    Column("model", -8, "model"),
-    Column("tokens", 7, "context"),
-    Column("rate", 6, "rate"),
-    Column("kept", 7, "kept", ".1%"),
-    Column("held", 7, "held", ".1%"),
-    Column("padded", 8, "padded", ".1%"),
-)
-TABLE = Table(
-    "rows",
-    *_SHARES,
-    Column("padded ms", 10, middle("padded_ms"), ".2f"),
-    Column("packed ms", 10, middle("packed_ms"), ".2f"),
-    Column("x (range)", 17, extent("of_padded")),
-    # For the bundled model, only the bytes are measured.
-    instead=lambda row: None if "of_padded" in row else "".join(c.cell(row) for c in _SHARES),
-)
 
 
 def read(model: PreTrainedModel, prompt: Tensor, rate: float) -> PolicyCache:
@@ -124,29 +81,3 @@ def row_of(model: PreTrainedModel, context: int, rate: float, rounds: int) -> Ro
         "packed_ms": taken["packed"],
         "of_padded": spread(ratios(taken["packed"], taken["padded"])),
     }
-
-
-def needle_row(rate: float) -> Row:
-    """Return the results at one rate, on the bundled model with a prompt of 1,024 tokens."""
-    (prompt,) = NeedleTask(1024, 1).prompts(1, seed=1)
-    cache = read(load_model(), torch.tensor([prompt.input_ids]), rate)
-    return {"model": "needle", "context": 1024, "rate": rate, **shares(cache)}
-
-
-def measure(run: Run) -> None:
-    """Measure both models at every rate."""
-    options, spec = run.options, TINY if run.options.quick else SMALL
-    model = spec.build()
-    settings = {"model": attrs.asdict(spec), "rounds": options.rounds, "block": BLOCK}
-    run.begin(settings, "rows")
-    for rate in RATES:
-        run.add("rows", needle_row(rate))
-    for rate in RATES:
-        run.add("rows", row_of(model, options.context, rate, options.rounds))
-
-
-BENCHMARK = Benchmark("unequal_heads", __doc__, measure, OPTIONS, (TABLE,))
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    main()

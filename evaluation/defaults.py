@@ -5,12 +5,8 @@ They have a module of their own, without torch, so that options are read before 
 
 from __future__ import annotations
 
+# The bundled model.
 NEEDLE = "needle"
-LONG_ANSWERS = "long_answers"
-# The bundled models: name, and module that loads it.
-BUNDLED = {
-    name: f"kvpolicy.evaluation.tasks.{name}" for name in (NEEDLE, "ruler_words", LONG_ANSWERS)
-}
 # The first layer that answers as well as full context in `kvpolicy compare --sweep`, whose prompts
 # are not those of the comparison.
 NEEDLE_TSP_LAYER = 2
@@ -18,8 +14,8 @@ NEEDLE_TSP_LAYER = 2
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 MIN_NEEDLE_CONTEXT = 64
-# Default number of tokens of the prompts that are made for each bundled model.
-OWN_CONTEXTS = {NEEDLE: 1024, LONG_ANSWERS: 256}
+# Default number of tokens of the prompts that are made for it.
+NEEDLE_CONTEXT = 1024
 # Calibration draws other prompts, so that a layer is not chosen on the prompts that test it.
 CALIBRATION_SEED_OFFSET = 2000
 # Rates of a comparison: the paper's two, and one low enough to tell methods apart.

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from kvpolicy.evaluation.defaults import BUNDLED
+from kvpolicy.evaluation.defaults import NEEDLE
 
 # The form of a name on the Hugging Face Hub: "model" or "owner/model".
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
@@ -27,7 +27,7 @@ def check_model_name(name: str) -> str:
     Raises:
         ValueError: It is a path, and no folder of a model.
     """
-    if name in BUNDLED:
+    if name == NEEDLE:
         return name
     path = Path(name).expanduser()
     if path.is_dir():
@@ -42,7 +42,7 @@ def check_model_name(name: str) -> str:
     if not is_hub_name(name):
         raise ValueError(
             f"model {name} does not exist; give a folder, a Hub name such as owner/model, or "
-            f"{' or '.join(BUNDLED)} for a bundled model"
+            f"{NEEDLE} for the bundled model"
         )
     if os.sep in name and path.parent.is_dir() and cached_config(name) is None:
         raise ValueError(

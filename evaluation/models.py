@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from kvpolicy.evaluation.defaults import BUNDLED, DTYPE_NAMES, NEEDLE
+from kvpolicy.evaluation.defaults import DTYPE_NAMES, NEEDLE
 from kvpolicy.evaluation.model_names import check_model_name
+from kvpolicy.evaluation.tasks import needle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,10 +48,9 @@ def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loa
     """Load a model and its tokenizer.
 
     Args:
-        name: ``"needle"``, ``"ruler_words"`` or ``"long_answers"`` for a bundled model, a folder,
-            or a name on the Hugging Face Hub.
+        name: ``"needle"`` for the bundled model, a folder, or a name on the Hugging Face Hub.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; ``"auto"`` for the checkpoint's own,
-            float32 for a bundled model.
+            float32 for the bundled model.
         device: As torch names it: ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
 
     Raises:
@@ -60,10 +59,9 @@ def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loa
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
     target = _check_device(device)
-    if name in BUNDLED:
-        task = import_module(BUNDLED[name])
-        model = task.load_model(dtype=DTYPES.get(dtype, torch.float32))
-        return Loaded(name, model.to(target).eval(), task.load_tokenizer())
+    if name == NEEDLE:
+        model = needle.load_model(dtype=DTYPES.get(dtype, torch.float32))
+        return Loaded(name, model.to(target).eval(), needle.load_tokenizer())
     return _from_pretrained(name, DTYPES.get(dtype, "auto"), target)
 
 
@@ -76,8 +74,8 @@ def load_tokenizer(name: str = NEEDLE) -> Any:
     Raises:
         ValueError: There is no such model; says what was tried.
     """
-    if name in BUNDLED:
-        return import_module(BUNDLED[name]).load_tokenizer()
+    if name == NEEDLE:
+        return needle.load_tokenizer()
     place = check_model_name(name)
     from transformers import AutoTokenizer
 

@@ -64,7 +64,7 @@ def check_scorers(texts: Iterable[str]) -> None:
     check_declared({"scorer": [PartOption.parse(each, "--scorer").name for each in texts]})
 
 
-MODEL = "The model: a folder, a Hub name, or a bundled model (needle, ruler_words, long_answers)."
+MODEL = "The model: a folder, a Hub name, or needle, the bundled model."
 PROMPT = (
     "File with the prompt as UTF-8 text, or - for standard input; line ends at the end are removed."
 )

@@ -10,7 +10,7 @@ What is put in the place of what cannot be run here:
 - what a line in the text leaves out because it is about one option (`COMPLETED`).
 
 docs/reproduce.md is run by test_reproduce.py, what torchrun starts by test_processes.py. `make`,
-`pip` and the scripts of benchmarks/ and training/, which are about hours of work, are not run.
+`pip` and the scripts of benchmarks/, which are about hours of work, are not run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from kvpolicy.evaluation import needle_prompts
 from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.commands.app import COMMANDS
 from kvpolicy.evaluation.models import load_tokenizer
-from kvpolicy.evaluation.tasks.ruler_words import prompts
 from tests.test_reproduce import place as place
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +53,6 @@ ELSEWHERE = (
     "python kvpolicy/docs/examples/",
     "python -m benchmarks.",
     "python3 -m venv ",
-    "python -m training.",
 )
 HARNESS = "python -m kvpolicy.integrations.lm_eval"
 
@@ -65,7 +63,7 @@ GIVEN = {
     "SMALL": "model",
     "DIR": "made",
     "my_scorer": "last_query",
-    "name kettle :": "What is the name?",
+    "QUERY s60": "What is the name?",
 }
 HUB = re.compile(r"(?:meta-llama|Qwen)/[\w.-]+")
 # Options whose values are sizes.
@@ -155,9 +153,7 @@ def files(place: Path) -> Path:
     chat = [{"role": "system", "content": essay[:50]}, {"role": "user", "content": essay}]
     (place / "chat.json").write_text(json.dumps(chat))
     needle = load_tokenizer().decode(needle_prompts(128, count=2)[0].input_ids[1:])
-    words = prompts("multi-key", length=128, count=1)[0].input
-    for model, text in (("needle", needle), ("long_answers", needle), ("ruler_words", words)):
-        (place / f"{model}.txt").write_text(text)
+    (place / "needle.txt").write_text(needle)
     question = {"index": 0, "outputs": [essay[:6]], "length": 700}
     (place / "data/ruler").mkdir()
     for name in ("ruler_qa_squad", "ruler_qa_hotpot"):
@@ -212,9 +208,6 @@ def tiny(line: str) -> tuple[list[str], str]:
         found.append("needle.txt")
     if command in COMPLETED and not {"--prompt-file", "--chat-file", "--tasks"} & set(found):
         found += COMPLETED[command]
-    for model in ("long_answers", "ruler_words"):
-        if model in found:
-            found = [f"{model}.txt" if each == "needle.txt" else each for each in found]
     if command == "report":
         options = next((at for at, it in enumerate(found) if it.startswith("--")), len(found))
         found[1:options] = ["reported"] * (options - 1)

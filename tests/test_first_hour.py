@@ -17,15 +17,15 @@ HUB = "Qwen/Qwen2.5-0.5B-Instruct"  # its commands are run by test_commands_in_p
 # What the page says to write without a network.
 OFFLINE = {
     'NAME = "Qwen/Qwen2.5-0.5B-Instruct"': 'NAME = "my-model"',
-    'QUESTION = "Who wrote this report?"': 'QUESTION = "name kettle :"',
+    'QUESTION = "Who wrote this report?"': 'QUESTION = "QUERY s60"',
 }
 # What each block prints, in words of the page; a scorer's contract prints nothing.
 PRINTED = [
-    ["name kettle : -> kettle wine rake <end>"],
-    ["kettle wine rake", "10.2% of the keys and values are held"],
-    ["kettle wine rake", "10.2% of the keys and values were held"],
+    ["QUERY s60 -> s79 s45 s34"],
+    ["s79 s45 s34", "10.2% of the keys and values are held"],
+    ["s79 s45 s34", "10.2% of the keys and values were held"],
     [],
-    ["kettle wine rake"],
+    ["s79 s45 s34"],
 ]
 
 
@@ -64,8 +64,8 @@ def test_the_first_hour(
     assert right["streamingllm"] <= 0.25
     assert (tmp_path / "my-documents/report.safetensors").is_file()
     printed = capsys.readouterr().out
-    assert re.search(r"^ *report +1,021 +204 ", printed, re.MULTILINE)
-    assert printed.rstrip().endswith("kettle wine rake")
+    assert re.search(r"^ *report +1,022 +204 ", printed, re.MULTILINE)
+    assert printed.rstrip().endswith("s79 s45 s34")
 
 
 def rows_of(file: Path) -> list[dict[str, object]]:

@@ -5,7 +5,6 @@ import io
 import json
 import re
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -69,21 +68,6 @@ def test_the_example_of_the_bundled_model_prints_what_it_says() -> None:
 def test_the_example_of_a_scorer() -> None:
     run(SCORER)
     assert len(SCORER.strip().splitlines()) <= 17
-
-
-def test_the_figures_of_unequal_heads_are_those_of_the_results() -> None:
-    rows = json.loads((ROOT / "benchmarks/results/unequal_heads.json").read_text())["rows"]
-    page = (ROOT / "docs/methods/adakv.md").read_text()
-    times = (ROOT / "docs/benchmarks.md").read_text()
-    assert len(rows) == 6
-    for row in rows:
-        assert f"| {row['rate']:g} | {row['held']:.1%} | {row['padded']:.1%} |" in page
-        if "of_padded" not in row:
-            continue
-        padded, packed = (median(row[f"{name}_ms"]) for name in ("padded", "packed"))
-        middle, lowest, highest = row["of_padded"].values()
-        extent = f"{middle:.2f} ({lowest:.2f} to {highest:.2f})"
-        assert f"| {row['rate']:g} | {padded:.2f} | {packed:.2f} | {extent} |" in times
 
 
 def test_the_tables_of_families_are_what_was_found() -> None:

@@ -11,7 +11,7 @@ A script makes one `Benchmark` of its options, its tables and a function that me
             taken = in_turns(contenders(context), run.options.rounds)
             run.add("rows", *rows_of(context, taken))
 
-    BENCHMARK = Benchmark("decode", __doc__, measure, OPTIONS, (TABLE,))
+    BENCHMARK = Benchmark("tokens", __doc__, measure, OPTIONS, (TABLE,))
     main = BENCHMARK.main
 
 - `Benchmark` reads the command line, with ``--quick``, ``--threads``, ``--out`` and ``--show`` in
@@ -19,11 +19,10 @@ A script makes one `Benchmark` of its options, its tables and a function that me
 - `Run` holds the record. `Run.add` prints rows as lines of their table and replaces the file in one
   step, so that an interrupted run leaves what it has measured.
 - `in_turns` lets contenders take turns, so that a disturbance of a round affects all of them.
-- `Ledger` is the file of a long study, in which nothing is measured twice.
 """
 
 from .options import QUICK_RESULTS, RESULTS, Option, at_least, out_folder, parser_of, whole_numbers
-from .runs import Benchmark, Ledger, Run, in_turns, ratios
+from .runs import Benchmark, Run, in_turns, ratios
 from .tables import Column, Row, Table, Text, extent, middle, pivot
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "RESULTS",
     "Benchmark",
     "Column",
-    "Ledger",
     "Option",
     "Row",
     "Run",

@@ -25,8 +25,7 @@ class Run:
     Args:
         options: The parsed command line.
         folder: Folder of the file.
-        name: Name of the benchmark.
-        file: Name of the file.
+        name: Name of the benchmark, and of its file without the ending.
         tables: Tables whose rows are printed as they are added.
     """
 
@@ -35,10 +34,9 @@ class Run:
         options: argparse.Namespace,
         folder: Path,
         name: str,
-        file: str,
         tables: Sequence[Table | Text] = (),
     ) -> None:
-        self.options, self.folder, self.name, self.file = options, folder, name, file
+        self.options, self.folder, self.name = options, folder, name
         self.record: dict[str, Any] = {}
         self._tables = {each.part: each for each in tables if isinstance(each, Table) and each.live}
         self._headed: set[str] = set()
@@ -71,7 +69,7 @@ class Run:
 
     def write(self) -> None:
         """Write the record to its file; an older file is replaced atomically."""
-        write_json(self.folder, self.file, self.record)
+        write_json(self.folder, f"{self.name}.json", self.record)
 
 
 @attrs.frozen
@@ -86,7 +84,6 @@ class Benchmark:
         tables: Tables that are printed, in this order.
         picture: Draws a record.
         settle: Checks and completes the options; it also gets the parser.
-        file: Returns the file's name by the options, if it is not the benchmark's.
         threads: Torch's threads if the command line does not set them.
     """
 
@@ -97,7 +94,6 @@ class Benchmark:
     tables: Sequence[Table | Text] = ()
     picture: Callable[[dict[str, Any]], bytes] | None = None
     settle: Callable[[argparse.Namespace, argparse.ArgumentParser], None] | None = None
-    file: Callable[[argparse.Namespace], str] | None = None
     threads: int = 2
 
     def options_of(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -120,10 +116,9 @@ class Benchmark:
         """Measure, print and write results, or show earlier ones; then draw the picture."""
         options = self.options_of(arguments)
         folder = out_folder(options)
-        file = f"{self.name}.json" if self.file is None else self.file(options)
         if options.show is None:
             torch.set_num_threads(options.threads)
-            run = Run(options, folder, self.name, file, self.tables)
+            run = Run(options, folder, self.name, self.tables)
             self.measure(run)
             record = run.record
             for table in self.tables:
@@ -134,7 +129,7 @@ class Benchmark:
             print(self.text(record))
         if self.picture is not None:
             picture = self.picture
-            draw(folder, file.replace(".json", ".png"), lambda: picture(record))
+            draw(folder, f"{self.name}.png", lambda: picture(record))
 
 
 def in_turns(
@@ -176,26 +171,3 @@ def in_turns(
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
     """Return the ratio of two values for each round."""
     return [one / other for one, other in zip(above, below, strict=True)]
-
-
-class Ledger:
-    """A results file of many rows that grows; rows already in it are not measured again.
-
-    Args:
-        path: The file.
-        head: The entries before the rows in a new file.
-        places: Keys whose values identify a row.
-    """
-
-    def __init__(self, path: Path, head: dict[str, Any], places: Sequence[str]) -> None:
-        self.path, self.places = path, places
-        self.data = read_json(path) if path.exists() else {**head, "rows": []}
-
-    def lacks(self, *place: Any) -> bool:
-        """True if no row of the file has the given identifying values."""
-        return all([row[key] for key in self.places] != list(place) for row in self.data["rows"])
-
-    def add(self, row: Row) -> None:
-        """Add a row and replace the file atomically."""
-        self.data["rows"].append(row)
-        write_json(self.path.resolve().parent, self.path.name, self.data)

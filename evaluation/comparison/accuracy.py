@@ -26,8 +26,7 @@ class Score:
     """The number of prompts answered correctly, out of all prompts asked.
 
     Args:
-        matches: Prompts answered exactly; or, where each counts by its steps, the sum of their
-            shares, whose interval is then at least as wide as it has to be.
+        matches: Prompts answered exactly.
         count: Prompts asked, at least 1.
 
     Example:
@@ -36,7 +35,7 @@ class Score:
         (0.96, [0.902, 0.984])
     """
 
-    matches: float
+    matches: int
     count: int
 
     @property
@@ -58,7 +57,7 @@ def measure_accuracy(
     progress: Progress = silent,
     stage: str = "accuracy",
 ) -> dict[str, Score]:
-    """Measure how many prompts a model answers right under a policy, by kind of score.
+    """Measure how many prompts a model answers right under a policy, by kind.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -68,29 +67,22 @@ def measure_accuracy(
         stage: The name it is told under.
 
     Returns:
-        A score for every measure, in the order in which the prompts first have them: exact match
-        by the name of the kind; beside it, where answers are long, that of their steps.
+        A score for every kind, in the order in which the prompts first have them.
 
     Raises:
         ValueError: There are no prompts.
     """
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
-    outcomes: dict[str, list[float]] = {name: [] for name in measures(prompts)}
+    outcomes: dict[str, list[bool]] = {prompt.kind: [] for prompt in prompts}
     done = 0
     for batch in batches(prompts):
         progress(stage, done, len(prompts))
         for prompt, tokens in zip(batch, continuations(model, batch, policy), strict=True):
-            for name, value in prompt.scores(tokens).items():
-                outcomes[name].append(value)
+            outcomes[prompt.kind].append(prompt.is_match(tokens))
         done += len(batch)
     progress(stage, done, len(prompts))
     return {name: Score(sum(values), len(values)) for name, values in outcomes.items()}
-
-
-def measures(prompts: Sequence[Prompt]) -> list[str]:
-    """Return the names of the prompts' scores without repeats, in order of first appearance."""
-    return list(dict.fromkeys(name for prompt in prompts for name in prompt.measures))
 
 
 def continuations(

@@ -25,9 +25,6 @@ def comparison_table(shown: Shown) -> list[str]:
     groups = ["right answers", "cache held", "times as fast"]
     columns = [[each.words for each in shown.budgets] or ["all"], [unit, "%"]]
     columns.append(["prefill", "decode"])
-    if shown.lines[0].steps:
-        groups.insert(1, "right steps")
-        columns.insert(1, columns[0])
     widths = [
         max(_NUMBER, -(-len(title) // len(each)), *map(len, each))
         for title, each in zip(groups, columns, strict=True)
@@ -75,8 +72,6 @@ def comparison_legend(shown: Shown, data: Mapping[str, Any], asked: str) -> list
         f"right answers: % of {asked}{', ' + kept if shown.budgets else ''}; "
         f"95% interval at most ±{100 * chance(shown.prompts):.0f}.",
     ]
-    if shown.lines[0].steps:
-        legend.append("right steps: % of an answer before its first wrong step.")
     at = f", at {shown.budget.words}" if shown.budget and len(shown.budgets) > 1 else ""
     model = data["timed_model"]
     timed = f"{model} on that prompt" if model else "on that prompt"
@@ -106,14 +101,10 @@ def comparison_legend(shown: Shown, data: Mapping[str, Any], asked: str) -> list
 def _cells(line: Line, shown: Shown, size: int) -> list[list[str]]:
     budgets = list(shown.budgets) or list(line.right)
     digits = 0 if size == 1 or shown.full_bytes >= 100 * size else 2
-    cells = [
-        [f"{100 * found[each]:.0f}" if each in found else "" for each in budgets]
-        for found in (line.right, line.steps)
-        if found
-    ]
+    right = [f"{100 * line.right[each]:.0f}" if each in line.right else "" for each in budgets]
     held = f"{line.held_bytes / size:.{digits}f}"
     return [
-        *cells,
+        right,
         [held, f"{100 * line.share:.1f}"],
         [speed_text(line.prefill), speed_text(line.decode)],
     ]

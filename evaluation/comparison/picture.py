@@ -44,18 +44,14 @@ def plot_comparison(data: Mapping[str, Any], names: Sequence[str] | None = None)
         for line in shown.lines
         if names is None or line is shown.lines[0] or line.name in names
     ]
-    grids = [("right answers (%)", [line.right for line in lines])]
-    if lines[0].steps:
-        grids.append(("right steps (%)", [line.steps for line in lines]))
-    widths = [_COLUMN * max(len(shown.budgets), 2)] * len(grids) + [_CHART] * 3
+    widths = [_COLUMN * max(len(shown.budgets), 2)] + [_CHART] * 3
     figure = new_figure(_NAME + sum(widths), len(lines))
-    axes = figure.subplots(1, len(widths), sharey=True, squeeze=False, width_ratios=widths)[0]
-    row_axis(axes[0], [line.name for line in lines])
+    right, held, prefill, decode = figure.subplots(1, len(widths), sharey=True, width_ratios=widths)
+    row_axis(right, [line.name for line in lines])
     columns = [f"keeps\n{each.words}" for each in shown.budgets] or ["all"]
-    for (title, found), each in zip(grids, axes, strict=False):
-        draw_grid(each, title, columns, [_cells(row) for row in found], accuracy_colour())
+    cells = [_cells(line.right) for line in lines]
+    draw_grid(right, "right answers (%)", columns, cells, accuracy_colour())
     at = f", keeping {shown.budget.words}" if shown.budget else ""
-    held, prefill, decode = axes[len(grids) :]
     shares = [100 * line.share for line in lines]
     _bars(held, f"cache held (%){at}", shares, [f"{each:.1f}" for each in shares], ())
     for panel, title, speeds in (

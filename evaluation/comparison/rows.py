@@ -20,7 +20,7 @@ from kvpolicy.evaluation.comparison.speed import Speed
 from kvpolicy.evaluation.comparison.timed import WARM_UP_TOKENS, Timed
 from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.progress import Progress, silent
-from kvpolicy.evaluation.tasks.prompts import STEPS, Prompt
+from kvpolicy.evaluation.tasks.prompts import Prompt
 from kvpolicy.policies import FullContext
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Row:
 
     Args:
         variant: The policy.
-        scores: By the prompts' measures: exact match by kind, and of long answers their steps.
+        scores: Exact match, by kind of prompt.
         timing: Its times, and what its cache held after prefill. Of full context, the times of the
             model without kvpolicy. None if it was not timed.
     """
@@ -243,12 +243,8 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def scores_data(scores: Mapping[str, Score]) -> dict[str, Any]:
-    """Return a row's scores as a dict for JSON: exact answers, and right steps if counted."""
-    data: dict[str, Any] = {"exact_match": {}}
-    for name, score in scores.items():
-        measure = "right_steps" if name.endswith(STEPS) else "exact_match"
-        data.setdefault(measure, {})[name.removesuffix(STEPS)] = score_data(score)
-    return data
+    """Return a row's scores as a dict for JSON."""
+    return {"exact_match": {kind: score_data(score) for kind, score in scores.items()}}
 
 
 def score_data(score: Score) -> dict[str, Any]:

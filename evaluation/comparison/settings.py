@@ -9,8 +9,7 @@ import attrs
 
 from kvpolicy.evaluation.defaults import (
     MIN_NEEDLE_CONTEXT,
-    NEEDLE,
-    OWN_CONTEXTS,
+    NEEDLE_CONTEXT,
     RATES,
     default_tsp_layer,
 )
@@ -67,8 +66,7 @@ class Settings(ModelOptions):
     prompts: Annotated[
         Path | None,
         Option(
-            'Lines of {"prompt": "...", "answer": "..."}; default: made for needle and '
-            "long_answers.",
+            'Lines of {"prompt": "...", "answer": "..."}; default: made for needle.',
             ("--prompts-file",),
             metavar="FILE",
         ),
@@ -82,12 +80,10 @@ class Settings(ModelOptions):
     context: Annotated[
         int,
         Option(
-            "Tokens of a prompt that is made, at least 64; default: "
-            + ", ".join(f"{name} {context}" for name, context in OWN_CONTEXTS.items())
-            + ".",
+            f"Tokens of a prompt that is made, at least 64; default: {NEEDLE_CONTEXT}.",
             min=MIN_NEEDLE_CONTEXT,
         ),
-    ] = attrs.field()
+    ] = NEEDLE_CONTEXT
     count: Annotated[
         int,
         Option(
@@ -111,8 +107,8 @@ class Settings(ModelOptions):
     speed_context: Annotated[
         int,
         Option(
-            "Tokens of the prompt that is timed with a bundled model, on a random Llama, since its "
-            f"own prompts are short; default: {SPEED_CONTEXT:,}.",
+            "Tokens of the prompt that is timed with needle, on a random Llama, since its own "
+            f"prompts are short; default: {SPEED_CONTEXT:,}.",
             min=MIN_NEEDLE_CONTEXT,
         ),
     ] = SPEED_CONTEXT
@@ -129,10 +125,6 @@ class Settings(ModelOptions):
                 f"--count must be left out with --prompts-file, got {self.count}: it is the number "
                 "of prompts that are made, and a file is used whole"
             )
-
-    @context.default
-    def _context(self) -> int:
-        return OWN_CONTEXTS.get(self.model, OWN_CONTEXTS[NEEDLE])
 
     @count.default
     def _count(self) -> int:
@@ -167,7 +159,7 @@ class Settings(ModelOptions):
 
     @property
     def own_speed_model(self) -> bool:
-        """True if a random model is timed: prompts of the bundled models are too short for it."""
+        """True if a random model is timed: prompts of the bundled model are too short for it."""
         return self.prompts is None
 
     @property

@@ -53,8 +53,6 @@ class Line:
     Args:
         name: The policy's.
         right: Fraction of the prompts answered exactly, by budget.
-        steps: Fraction of an answer that is right up to its first wrong step, by budget; empty
-            where answers have no steps.
         held_bytes: Of keys and values, after prefill.
         share: These over all of the prompt's.
         prefill: Times as fast as full context; None if the rounds disagree.
@@ -63,7 +61,6 @@ class Line:
 
     name: str
     right: dict[Budget, float]
-    steps: dict[Budget, float]
     held_bytes: int
     share: float
     prefill: float | None
@@ -155,7 +152,6 @@ def _line(
     return Line(
         timed["policy"],
         {each: _pooled(row["exact_match"]) for each, row in known.items()},
-        {each: _pooled(row["right_steps"]) for each, row in known.items() if "right_steps" in row},
         timed["kv_bytes"]["held"],
         timed["kv_bytes"]["share"],
         *(1.0 if baseline else _steady(timed[phase]) for phase in ("prefill", "decode")),

@@ -34,7 +34,7 @@ from kvpolicy.evaluation.comparison.sweep import (
 )
 from kvpolicy.evaluation.comparison.timed import Timed, random_llama
 from kvpolicy.evaluation.comparison.variant import Variant
-from kvpolicy.evaluation.defaults import CALIBRATION_SEED_OFFSET
+from kvpolicy.evaluation.defaults import CALIBRATION_SEED_OFFSET, NEEDLE
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import Loaded
 from kvpolicy.evaluation.progress import Progress, silent
@@ -46,9 +46,9 @@ from kvpolicy.evaluation.results import (
     environment,
     write_all,
 )
-from kvpolicy.evaluation.tasks.own_prompts import OWN_PROMPTS
 from kvpolicy.evaluation.tasks.prompts import (
     Prompt,
+    needle_prompts,
     read_prompts,
     read_text,
 )
@@ -133,7 +133,7 @@ def asked(settings: Settings, count: int | None = None) -> str:
     """
     if settings.prompts is not None:
         return f"{'the' if count is None else count} prompts of {settings.prompts}"
-    return f"{settings.count} {OWN_PROMPTS[settings.model].words} of {settings.context:,} tokens"
+    return f"{settings.count} needle prompts of {settings.context:,} tokens"
 
 
 def check(settings: Settings, out: Path | None = None) -> list[Variant]:
@@ -156,10 +156,10 @@ def check(settings: Settings, out: Path | None = None) -> list[Variant]:
     check_threads(settings.threads)
     if settings.prompts is not None:
         read_text(settings.prompts, "prompts file")
-    elif settings.model not in OWN_PROMPTS:
+    elif settings.model != NEEDLE:
         raise ValueError(
             f"--prompts-file must be given with --model {settings.model}: prompts are made for "
-            f"{' and '.join(OWN_PROMPTS)} alone, in the bundled models' own tokens"
+            f"{NEEDLE} alone, in the bundled model's own tokens"
         )
     return chosen
 
@@ -283,7 +283,7 @@ def _timed(settings: Settings, loaded: Loaded) -> Timed | None:
 
 def _prompts(settings: Settings, loaded: Loaded, seed: int) -> list[Prompt]:
     if settings.prompts is None:
-        return OWN_PROMPTS[settings.model].make(settings.context, settings.count, seed)
+        return needle_prompts(settings.context, settings.count, seed)
     return read_prompts(settings.prompts, loaded.tokenizer)
 
 
@@ -293,7 +293,7 @@ def _calibration(
     """Choose the layer after which FastKV drops tokens, on separate prompts; None if impossible."""
     if settings.prompts is None:
         seed = settings.seed + CALIBRATION_SEED_OFFSET
-        prompts = OWN_PROMPTS[settings.model].make(settings.context, CALIBRATION_COUNT, seed)
+        prompts = needle_prompts(settings.context, CALIBRATION_COUNT, seed)
     else:
         prompts = read_prompts(settings.prompts, loaded.tokenizer)[:CALIBRATION_COUNT]
     inputs = [torch.tensor(prompt.input_ids) for prompt in prompts]

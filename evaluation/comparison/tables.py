@@ -10,7 +10,6 @@ from rich.table import Table
 from kvpolicy.evaluation.calibration.distances import TSPDistances
 from kvpolicy.evaluation.comparison.accuracy import Score
 from kvpolicy.evaluation.comparison.sweep import RateSweep, Sweep
-from kvpolicy.evaluation.tasks.prompts import STEPS
 
 
 def sweep_table(sweep: Sweep) -> Table:
@@ -34,7 +33,6 @@ def sweep_legend(sweep: Sweep) -> list[str]:
     return [
         "FastKV by the layer after which tokens are dropped, and by KV retention rate:",
         f"% answered exactly, of {asked(sweep.full)}.",
-        *steps_legend(sweep.full),
     ]
 
 
@@ -90,7 +88,6 @@ def rate_sweep_legend(sweep: RateSweep) -> list[str]:
     return [
         f"FastKV with TSP layer {sweep.tsp_layer} by TSP rate and KV retention rate (kept):",
         f"% answered exactly, of {asked(sweep.full)}.",
-        *steps_legend(sweep.full),
     ]
 
 
@@ -146,22 +143,16 @@ def narrow_header(kind: str) -> str:
     r"""Return a narrow table header for a kind of prompt: its name broken into lines, and "%".
 
     Example:
-        >>> narrow_header("one-hop"), narrow_header("loop"), narrow_header("loop steps")
-        ('one-\nhop %', 'loop\n%', 'loop\nsteps\n%')
+        >>> narrow_header("one-hop"), narrow_header("loop")
+        ('one-\nhop %', 'loop\n%')
     """
     broken = kind.replace("-", "-\n").replace(" ", "\n")
-    return broken + ("\n%" if kind == broken or kind.endswith(STEPS) else " %")
+    return broken + ("\n%" if kind == broken else " %")
 
 
 def asked(scores: Mapping[str, Score]) -> str:
     """Return text on how many prompts were asked and how wide their scores' 95% interval is."""
-    counts = [score.count for name, score in scores.items() if not name.endswith(STEPS)]
+    counts = [score.count for score in scores.values()]
     widest = 100 * fmean(0.98 / count**0.5 for count in counts)
     number = " + ".join(f"{count:,}" for count in counts)
     return f"{number} prompt{'s' * (sum(counts) > 1)} (95% interval ±{widest:.0f})"
-
-
-def steps_legend(scores: Mapping[str, Score]) -> list[str]:
-    """Return a legend line for columns that score an answer's steps; empty list without them."""
-    names = [name for name in scores if name.endswith(STEPS)]
-    return [f"{', '.join(names)}: % of an answer before its first wrong step."] if names else []

@@ -39,7 +39,7 @@ class Timed:
 def random_llama(num_layers: int, tokens: int) -> Timed:
     """Return a small Llama of random weights, and a random prompt.
 
-    The bundled models read short prompts, on which no policy is faster. A random model of as many
+    The bundled model reads short prompts, on which no policy is faster. A random model of as many
     layers reads a long one, with the policies acting at the same layers. Its weights do not change
     what an operation costs.
 

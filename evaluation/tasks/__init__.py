@@ -1,1 +1,1 @@
-"""Prompts: from the bundled models' tasks, from files, and from the harness's tasks."""
+"""Prompts: from the bundled model's task, from files, and from the harness's tasks."""

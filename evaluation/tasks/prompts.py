@@ -13,10 +13,6 @@ import attrs
 
 from kvpolicy.evaluation.defaults import MIN_NEEDLE_CONTEXT
 from kvpolicy.evaluation.readable import check_known, check_whole
-from kvpolicy.evaluation.tasks.long_answers.task import right_steps
-
-# The ending of the names of measures that count steps.
-STEPS = " steps"
 
 
 @attrs.frozen
@@ -28,7 +24,6 @@ class Prompt:
         answers: Token ids of the answer; several where a tokenizer can spell it in several ways.
         kind: What kind of question it is; every kind is scored by itself.
         decode: Turns tokens into text where the answer counts as text; None where tokens count.
-        step_tokens: Tokens of a step, where the answer is long and counts by its steps as well.
 
     Example:
         >>> Prompt((1, 2), answers=((7, 8),)).is_match([7, 8, 9])
@@ -39,27 +34,11 @@ class Prompt:
     answers: tuple[tuple[int, ...], ...]
     kind: str = "exact match"
     decode: Callable[[Sequence[int]], str] | None = attrs.field(default=None, repr=False)
-    step_tokens: int | None = None
 
     @property
     def max_new_tokens(self) -> int:
         """The number of tokens to generate, enough for every spelling of the answer."""
         return max(len(answer) for answer in self.answers)
-
-    @property
-    def measures(self) -> tuple[str, ...]:
-        """The names of the prompt's scores: its kind, and ``"... steps"`` if steps count."""
-        return (self.kind,) if self.step_tokens is None else (self.kind, f"{self.kind}{STEPS}")
-
-    def scores(self, generated: Sequence[int]) -> dict[str, float]:
-        """Return a generated answer's scores in [0, 1], keyed by the names in `measures`.
-
-        1 or 0 for the whole answer; of its steps the share that comes before the first wrong one.
-        """
-        values: list[float] = [self.is_match(generated)]
-        if self.step_tokens is not None:
-            values.append(right_steps(generated, self.answers[0], self.step_tokens))
-        return dict(zip(self.measures, values, strict=True))
 
     def is_match(self, generated: Sequence[int]) -> bool:
         """True if generated tokens start with a right answer.
@@ -90,7 +69,10 @@ def needle_prompts(context_len: int = 1024, count: int = 200, seed: int = 0) -> 
     """
     from kvpolicy.evaluation.tasks.needle import NeedleTask
 
-    check_extent(context_len, count)
+    if context_len < MIN_NEEDLE_CONTEXT:
+        raise ValueError(f"context must be at least {MIN_NEEDLE_CONTEXT} tokens, got {context_len}")
+    if count < 2:
+        raise ValueError(f"count must be at least 2, one prompt of each kind, got {count}")
     prompts = []
     for kind, hops, share in (("one-hop", 1, count - count // 2), ("two-hop", 2, count // 2)):
         task = NeedleTask(context_len=context_len, hops=hops, num_pairs=min(16, context_len // 16))
@@ -99,18 +81,6 @@ def needle_prompts(context_len: int = 1024, count: int = 200, seed: int = 0) -> 
             for drawn in task.prompts(share, seed)
         ]
     return prompts
-
-
-def check_extent(context_len: int, count: int) -> None:
-    """Check that bundled models' prompts are long enough and at least one of each kind.
-
-    Raises:
-        ValueError: ``context_len`` or ``count`` is out of its range.
-    """
-    if context_len < MIN_NEEDLE_CONTEXT:
-        raise ValueError(f"context must be at least {MIN_NEEDLE_CONTEXT} tokens, got {context_len}")
-    if count < 2:
-        raise ValueError(f"count must be at least 2, one prompt of each kind, got {count}")
 
 
 def read_prompts(path: str | os.PathLike[str], tokenizer: Any) -> list[Prompt]:

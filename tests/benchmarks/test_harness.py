@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import harness
-from benchmarks.harness import Benchmark, Column, Ledger, Option, Run, Table, Text, in_turns
+from benchmarks.harness import Benchmark, Column, Option, Run, Table, Text, in_turns
 
 TABLE = Table(
     "rows",
@@ -125,27 +125,13 @@ def test_a_picture_is_drawn_of_what_was_measured_and_of_what_is_shown(tmp_path: 
         drawn.append(len(record["rows"]))
         return b"picture"
 
-    subject = benchmark(picture=picture, file=lambda options: f"tried_{options.rounds}.json")
+    subject = benchmark(picture=picture)
     subject.main(["--threads", "1", "--out", str(tmp_path)])
-    assert (tmp_path / "tried_3.png").read_bytes() == b"picture"
-    (tmp_path / "tried_3.png").unlink()
-    subject.main(["--show", str(tmp_path / "tried_3.json")])
-    assert (tmp_path / "tried_3.png").read_bytes() == b"picture"
+    assert (tmp_path / "tried.png").read_bytes() == b"picture"
+    (tmp_path / "tried.png").unlink()
+    subject.main(["--show", str(tmp_path / "tried.json")])
+    assert (tmp_path / "tried.png").read_bytes() == b"picture"
     assert drawn == [3, 3]
-
-
-def test_what_a_ledger_holds_is_not_lacking(tmp_path: Path) -> None:
-    path = tmp_path / "f.json"
-    ledger = Ledger(path, {"seed": 1}, ("name", "rate"))
-    assert ledger.lacks("a", 0.1)
-    ledger.add({"name": "a", "rate": 0.1, "score": 1.0})
-    again = Ledger(path, {"seed": 2}, ("name", "rate"))
-    assert again.data == {"seed": 1, "rows": [{"name": "a", "rate": 0.1, "score": 1.0}]}
-    assert [again.lacks(*place) for place in (("a", 0.1), ("a", 0.2), ("b", 0.1))] == [
-        False,
-        True,
-        True,
-    ]
 
 
 @pytest.mark.parametrize("bad", ["", "a", "8,x", "0", "8,-1", "1.5"])

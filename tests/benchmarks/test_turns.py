@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from benchmarks import clocks
-from benchmarks.clocks import Deadline, Interval, OutOfTimeError, TimedPolicy, timed
+from benchmarks.clocks import (
+    Deadline,
+    Interval,
+    OutOfTimeError,
+    TimedPolicy,
+    TokenTimes,
+    timed,
+)
 from benchmarks.turns import GPUMemory, MaskWatch, take_turn
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FastKV, GemFilter, SnapKV
@@ -199,3 +206,9 @@ def test_memory_of_a_gpu_is_the_peak_of_each_phase(
     phase = ["wait", "forget", "wait", "event", "event", "wait"]
     assert cuda_log == phase + phase
     assert turn.prefill.device_ms == 1.0
+
+
+def test_steps_are_those_of_tokens_after_the_first() -> None:
+    clock = TokenTimes()
+    clock.seconds = [0.0, 1.0, 2.0, 3.0, 4.0, 4.5, 4.6, 4.8]  # a prompt, then seven tokens
+    assert clock.steps_ms(1 + 4) == pytest.approx([100.0, 200.0])

@@ -228,39 +228,28 @@ def test_a_sweep_on_prompts_as_short_as_the_window(run: Run, tmp_path: Path) -> 
     assert re.search(r"^ +full +[\d.]+ *$", shown, flags=re.MULTILINE)
 
 
-def test_compare_long_answers_under_a_bound(run: Run, tmp_path: Path) -> None:
+def test_compare_under_a_bound(run: Run, tmp_path: Path) -> None:
     """A bound that nothing needs leaves the answers; one below the facts breaks them off."""
-    asked = ("--model", "long_answers", "--context", 64, "--count", 4, "-p", "streamingllm")
-    asked += ("--speed-context", 64)
+    asked = ("--context", 64, "--count", 4, "-p", "streamingllm", "--speed-context", 64)
     for tokens, holds in ((512, True), (8, False)):
-        bound = ("-r", 1.0, "--decoding-tokens", tokens, "--decoding-every", 4)
+        bound = ("-r", 1.0, "--decoding-tokens", tokens, "--decoding-every", 1)
         status, shown, _ = run("compare", *asked, *bound, *QUICK, "--out", tmp_path)
         assert status == 0
-        assert "4 prompts of 64 tokens; first all speeds" in shown
-        assert "right answers: % of 4 prompts of 64 tokens" in shown
-        assert "right steps: % of an answer before its first wrong step." in shown
+        assert "4 needle prompts of 64 tokens; first all speeds" in shown
         data = json.loads((tmp_path / "compare.json").read_text())
-        assert data["settings"]["prompts"] == "long_answers"
-        full, bounded = data["rows"]
-        for score in ("exact_match", "right_steps"):
-            assert list(full[score]) == ["loop", "chain"]
-            rates = [[row[score][kind]["rate"] for kind in full[score]] for row in (full, bounded)]
-            assert (rates[0] == rates[1]) is holds
-        shares = [
-            sum(each["matches"] for each in row["right_steps"].values()) / 4
-            for row in (full, bounded)
-        ]
+        assert data["settings"]["prompts"] == "needle"
+        full, bounded = (row["exact_match"] for row in data["rows"])
+        assert list(full) == ["one-hop", "two-hop"]
+        assert (full == bounded) is holds
+        share = sum(each["matches"] for each in bounded.values()) / 4
         table = shown[shown.index("\npolicy ") :].splitlines()[2:4]
-        assert [line.split()[2] for line in table] == [f"{100 * each:.0f}" for each in shares]
+        assert [line.split()[1] for line in table] == ["100", f"{100 * share:.0f}"]
 
 
-@pytest.mark.parametrize(("model", "context"), [("needle", 1024), ("long_answers", 256)])
-def test_prompts_have_their_models_length(
-    run: Run, model: str, context: int, asked: list[Any]
-) -> None:
-    assert run("compare", "--model", model)[0] == 1
-    assert run("compare", "--model", model, "--context", 99)[0] == 1
-    assert [each.context for each in asked] == [context, 99]
+def test_prompts_have_the_models_length(run: Run, asked: list[Any]) -> None:
+    assert run("compare")[0] == 1
+    assert run("compare", "--context", 99)[0] == 1
+    assert [each.context for each in asked] == [1024, 99]
 
 
 def test_compare_on_prompts_of_a_file(run: Run, tmp_path: Path) -> None:

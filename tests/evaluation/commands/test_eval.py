@@ -42,20 +42,19 @@ def test_answers_can_be_bounded(run: Run, tmp_path: Path) -> None:
     fails(run("eval", *ASKED, "--decoding-every", 1, "--out", out), "--decoding-tokens must")
 
 
-def test_long_answers_are_asked(run: Run, tmp_path: Path) -> None:
+def test_a_bound_below_the_facts_breaks_answers_off(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "results"
-    asked = ("--model", "long_answers", "--tasks", "long_answers_chain", "--lengths", 64)
-    bound = ("-p", "streamingllm", "--rate", 1.0, "--decoding-tokens", 8, "--decoding-every", 4)
+    asked = ("--model", "needle", "--tasks", "needle_one_hop", "--lengths", 64)
+    bound = ("-p", "streamingllm", "--rate", 1.0, "--decoding-tokens", 8, "--decoding-every", 1)
     status, said, err = run("eval", *asked, *bound, "--limit", 1, "--out", out)
     assert (status, err) == (0, "")
-    assert "long_answers_chain 64, question with, full_context: right_steps " in said
+    assert "needle_one_hop 64, question with, full_context: exact_match 1.000" in said
     (full,), (small,) = (
         [each.answer.scores for each in load(out).samples if each.cell.method == method]
         for method in ("full_context", "streamingllm 1")
     )
-    assert full == {"right_steps": 1.0, "exact_match": 1.0}
-    assert small["right_steps"] < 0.5
-    assert small["exact_match"] == 0.0
+    assert full == {"exact_match": 1.0}
+    assert small == {"exact_match": 0.0}
 
 
 def test_from_a_command_line_to_a_page(run: Run, tmp_path: Path) -> None:

@@ -22,8 +22,6 @@ LIBRARY = (
     "kvpolicy.integrations.transformers",
     "kvpolicy.integrations.vllm",
     "kvpolicy.evaluation",
-    "kvpolicy.evaluation.tasks.long_answers",
-    "kvpolicy.evaluation.tasks.ruler_words",
 )
 
 
@@ -39,7 +37,7 @@ def run(*arguments: str) -> str:
 
 
 def core() -> None:
-    """Import the library, answer a prompt under a policy, load the other bundled models."""
+    """Import the library, answer a prompt under a policy."""
     import kvpolicy
 
     place = Path(kvpolicy.__file__).resolve()
@@ -49,8 +47,6 @@ def core() -> None:
     assert len(kvpolicy.registered("policy")) >= 28
     assert kvpolicy.build("fastkv") is not None
     answer()
-    for task in ("long_answers", "ruler_words"):
-        importlib.import_module(f"kvpolicy.evaluation.tasks.{task}").load_model()
 
 
 def answer() -> None:

@@ -1,1 +1,0 @@
-"""Find the policies that answer best at each cost, among named methods and other compositions."""

@@ -1,1 +1,0 @@
-"""Measure rules that bound long answers, on the bundled model with long answers."""

@@ -1,1 +1,0 @@
-"""Measure methods on the word tasks of the bundled model."""

@@ -1,1 +1,0 @@
-"""The word tasks as tasks of lm-evaluation-harness."""

@@ -1,1 +1,0 @@
-"""Train the bundled model with long answers."""

@@ -1,1 +1,0 @@
-"""Train the needle model, which answers lookups of one or two hops."""
