@@ -24,7 +24,7 @@ CASES := $(if $(CI),,--covering)
 OLDEST_CASES := $(if $(CI),,--quick)
 
 .PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest newest bench pictures \
-	bench-scaling bench-chunks bench-decode bench-decoding bench-overhead bench-long-answers bench-gpu bench-prefill bench-sessions \
+	bench-scaling bench-chunks bench-decode bench-decoding bench-overhead bench-long-answers bench-gpu bench-prefill \
 	bench-kvpress bench-unequal-heads families transformers-tests vllm-tests bench-vllm package docs tutorials \
 	format clean
 
@@ -192,9 +192,6 @@ bench-long-answers: $(VENV)/installed
 
 bench-unequal-heads: $(VENV)/installed
 	$(BIN)/python benchmarks/unequal_heads.py $(ARGS)
-
-bench-sessions: $(VENV)/installed
-	$(BIN)/python benchmarks/sessions.py $(ARGS)
 
 bench-prefill: $(VENV)/installed
 	$(BIN)/python benchmarks/prefill.py

@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.harness import Benchmark, Column, Option, Row, Run, Table, at_least, middle
+from benchmarks.operations import operations
 from kvpolicy import CachePolicy
-from kvpolicy.evaluation import Latencies, estimate, measure_latency, shape_of
+from kvpolicy.evaluation import Latencies, measure_latency
 from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
 
 LENGTHS = (4096, 8192)
@@ -118,10 +119,10 @@ def random_model(name: str = "llama", **sizes: Any) -> PreTrainedModel:
     return common.random_model(AutoConfig.for_model(kind, **{**_SIZES, **own, **sizes}))
 
 
-def allowed_speedup(config: PreTrainedConfig, policy: CachePolicy, context_len: int) -> float:
+def allowed_speedup(model: PreTrainedModel, policy: CachePolicy, context_len: int) -> float:
     """Return the largest possible speed-up: a full prefill's operations over the policy's."""
-    found = estimate(policy, shape_of(config), context_len)
-    return found.full.layers / found.prefill.layers
+    full, own = (operations(each, model, context_len).layers for each in (None, policy))
+    return full / own
 
 
 def row_of(name: str, length: int, measured: Latencies, model: PreTrainedModel) -> Row:
@@ -137,7 +138,7 @@ def row_of(name: str, length: int, measured: Latencies, model: PreTrainedModel) 
         "speedup": timing.prefill.speedup(baseline.prefill),
         "speedup_lowest": min(ratios),
         "speedup_highest": max(ratios),
-        "allowed": allowed_speedup(model.config, POLICIES[name], length),
+        "allowed": allowed_speedup(model, POLICIES[name], length),
         "decode_ms": timing.decode.wall_ms,
         "decode_speedup": timing.decode.speedup(baseline.decode),
     }

@@ -43,10 +43,9 @@ from benchmarks.harness import (
     middle,
 )
 from benchmarks.memory import try_peak
+from benchmarks.operations import operations
 from benchmarks.pictures import peak_mib, scaling_picture
 from benchmarks.turns import take_turn
-from kvpolicy.evaluation import estimate, shape_of
-from kvpolicy.policies import FullContext
 
 METHODS = (BASELINE, "snapkv", "fastkv", "gemfilter", "pyramidinfer")
 SMALL = ModelSpec(hidden_size=128, num_layers=4, query_heads=4, kv_heads=2, intermediate_size=384)
@@ -138,7 +137,6 @@ def measure_point(
         name: partial(take_turn, model, prompt, policy, new_tokens)
         for name, policy in policies.items()
     }
-    shape = shape_of(model.config)
     return [
         {
             **attrs.asdict(point),
@@ -148,8 +146,7 @@ def measure_point(
             "prefill_cpu_ms": [turn.prefill.cpu_ms for turn in taken],
             "decode_ms": [step.wall_ms for turn in taken for step in turn.decode],
             "held_bytes": taken[-1].held_bytes,
-            "prefill_flops": point.batch
-            * estimate(policies[name] or FullContext(), shape, point.context).prefill.total,
+            "prefill_flops": point.batch * operations(policies[name], model, point.context).total,
             "peak": None,
         }
         for name, taken in in_turns(turns, rounds).items()

@@ -31,6 +31,6 @@ def test_rows_at_a_tiny_size(name: str) -> None:
     for policy in POLICIES:
         row = row_of(policy, 80, measured, model)
         assert row["speedup"] > 0
-        assert row["allowed"] == allowed_speedup(model.config, POLICIES[policy], 80)
+        assert row["allowed"] == allowed_speedup(model, POLICIES[policy], 80)
     assert row["policy"] == "fastkv"
     assert 1.2 < row["allowed"] < 1.8
