@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from benchmarks.operations import allowed_prefill
 from kvpolicy import CachePolicy, build
-from kvpolicy.evaluation import ModelShape, estimate, shape_of
+from kvpolicy.evaluation import ModelShape, estimate_cost, shape_of
 from kvpolicy.evaluation.results import environment, write_all
 
 # The model without kvpolicy, on the cache that Transformers itself would use.
@@ -121,7 +122,7 @@ def allowed(policy: CachePolicy | None, context: int, model: PreTrainedModel) ->
         return {"prefill_allowed": 1.0, "decode_allowed": 1.0}
     shape = shape_of(model.config)
     return {
-        "prefill_allowed": estimate(policy, shape, context).speedup,
+        "prefill_allowed": allowed_prefill(policy, model, context),
         "decode_allowed": allowed_decode(policy, shape, context, model),
     }
 
@@ -140,7 +141,7 @@ def allowed_decode(
         context: Tokens of the prompt.
         model: The model, for the bytes of its weights.
     """
-    found = estimate(policy, shape, context, dtype=model.dtype)
+    found = estimate_cost(policy, shape, context, dtype=model.dtype)
     weights = sum(each.nbytes for each in model.parameters())
     weights -= model.get_input_embeddings().weight.nbytes
     return float((weights + found.full_kv_bytes) / (weights + found.kv_bytes))

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
         PromptSaliency,
         PromptScorer,
     )
-    from kvpolicy.evaluation.cost.estimate import Estimate, estimate
-    from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
-    from kvpolicy.evaluation.cost.shapes import load_shape, shape_of
+    from kvpolicy.evaluation.estimate.cost import Estimate, estimate_cost
+    from kvpolicy.evaluation.estimate.model_shape import LayerShape, ModelShape
+    from kvpolicy.evaluation.estimate.shapes import load_shape, shape_of
     from kvpolicy.evaluation.models import Loaded, load
     from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_prompts
     from kvpolicy.registry import build_policy
@@ -85,9 +85,9 @@ else:
                 "PromptSaliency",
                 "PromptScorer",
             ),
-            "kvpolicy.evaluation.cost.estimate": ("Estimate", "estimate"),
-            "kvpolicy.evaluation.cost.model_shape": ("LayerShape", "ModelShape"),
-            "kvpolicy.evaluation.cost.shapes": ("load_shape", "shape_of"),
+            "kvpolicy.evaluation.estimate.cost": ("Estimate", "estimate_cost"),
+            "kvpolicy.evaluation.estimate.model_shape": ("LayerShape", "ModelShape"),
+            "kvpolicy.evaluation.estimate.shapes": ("load_shape", "shape_of"),
             "kvpolicy.evaluation.models": ("Loaded", "load"),
             "kvpolicy.evaluation.tasks.prompts": ("Prompt", "needle_prompts", "read_prompts"),
         },
@@ -123,7 +123,7 @@ __all__ = [
     "build_policy",
     "compare",
     "compress_prompt",
-    "estimate",
+    "estimate_cost",
     "load",
     "load_shape",
     "measure_accuracy",

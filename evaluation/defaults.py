@@ -24,8 +24,8 @@ RATES = (0.02, 0.1, 0.2)
 # Defaults of compressed prompts: the share that is kept, and where a chunk may end.
 COMPRESSION_RATE = 0.2
 ALIGNMENT_NAMES = ("line", "word", "token")
-# How a model may attend in an estimate of memory.
-ATTENTION_NAMES = ("sdpa", "flash", "eager")
+# Tokens of an answer in an estimate.
+ESTIMATED_ANSWER = 1024
 
 
 def default_tsp_layer(name: str) -> int | None:

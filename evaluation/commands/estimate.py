@@ -7,10 +7,9 @@ from typing import Annotated
 
 import attrs
 
-from kvpolicy.evaluation.commands.memory_options import MemoryOptions
 from kvpolicy.evaluation.commands.working import work
-from kvpolicy.evaluation.cost.presets import PRESETS
-from kvpolicy.evaluation.defaults import DTYPE_NAMES
+from kvpolicy.evaluation.defaults import DTYPE_NAMES, ESTIMATED_ANSWER
+from kvpolicy.evaluation.estimate.presets import PRESETS
 from kvpolicy.evaluation.options import JSON, Option, PolicyOptions
 
 
@@ -34,15 +33,16 @@ class EstimateOptions:
             f"Number format of weights, keys and values: {', '.join(DTYPE_NAMES)}.", metavar="NAME"
         ),
     ] = "bfloat16"
-    memory: MemoryOptions
+    answer: Annotated[
+        int, Option("Number of tokens in the answer.", ("--answer-tokens",), min=1)
+    ] = ESTIMATED_ANSWER
     json_file: Annotated[Path | None, JSON] = None
 
 
 def estimate(options: EstimateOptions) -> None:
-    """Estimate policies' compute and memory for a prompt, without weights and without a run.
+    """Estimate policies' prefill compute and the bytes that they hold, without a run.
 
-    Without --policy, all policies are estimated, at the papers' rates 0.1 and 0.2. With --memory,
-    a second table shows how many sessions fit; during the answer, each layer keeps
-    --decoding-tokens tokens, by default as many as it keeps of the prompt.
+    It needs neither weights nor a network. Without --policy, all policies are estimated, at the
+    papers' rates 0.1 and 0.2.
     """
     work("estimate", options)

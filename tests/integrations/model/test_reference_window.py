@@ -8,7 +8,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.evaluation.cost.shapes import shape_of
+from kvpolicy.evaluation.estimate.shapes import shape_of
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.checking import check_model
 from kvpolicy.policies import FullContext, SnapKV

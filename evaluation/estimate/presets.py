@@ -50,19 +50,7 @@ def _dense(
 
 def _gpt_oss(layers: int, experts: int, hub_name: str) -> Preset:
     """Make the preset of a gpt-oss model with given numbers of layers and experts."""
-    sizes = {
-        "num_hidden_layers": layers,
-        "num_local_experts": experts,
-        "quantization_config": {
-            "quant_method": "mxfp4",
-            "modules_to_not_convert": [
-                "model.layers.*.self_attn",
-                "model.layers.*.mlp.router",
-                "model.embed_tokens",
-                "lm_head",
-            ],
-        },
-    }
+    sizes = {"num_hidden_layers": layers, "num_local_experts": experts}
     return Preset("gpt_oss", sizes, (hub_name,))
 
 
@@ -143,10 +131,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "deepseek-v3": Preset(
         "deepseek_v3",
-        {
-            "max_position_embeddings": 163840,
-            "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-        },
+        {"max_position_embeddings": 163840},
         ("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-R1"),
     ),
 }

@@ -1,4 +1,4 @@
-"""Shapes: counted weights against those of real modules, and configurations that are refused."""
+"""Shapes: what layers hold against what caches hold, and configurations that are refused."""
 
 import json
 from pathlib import Path
@@ -8,23 +8,14 @@ import pytest
 import torch
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.evaluation import ModelShape, estimate, load_shape, shape_of
-from kvpolicy.evaluation.cost.presets import PRESETS
+from kvpolicy.evaluation import ModelShape, estimate_cost, load_shape, shape_of
+from kvpolicy.evaluation.estimate.presets import PRESETS
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FullContext, SnapKV
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.model.builds.dense import decoder_layers
 
 LLAMA = "llama-3.1-8b"
-
-
-def sizes_of_weights(layer: torch.nn.Module, active: float) -> float:
-    """Weights of a layer by its parameters: of experts, the share of them that is active."""
-    found = 0.0
-    for name, parameter in layer.named_parameters():
-        if parameter.ndim > 1 and not name.endswith("bias"):
-            found += (active if ".experts." in name else 1) * parameter.numel()
-    return found
 
 
 @pytest.mark.parametrize(
@@ -36,18 +27,11 @@ def sizes_of_weights(layer: torch.nn.Module, active: float) -> float:
         *("minimax", "qwen4_exp_text", "glm5_next", "deepseek_ocr2"),
     ],
 )
-def test_layers_have_the_weights_of_their_modules(name: str) -> None:
+def test_a_shape_has_the_weights_of_the_model(name: str) -> None:
     model = builds()[name].model()
     shape = shape_of(model.config)
-    layers = decoder_layers(model)
-    config = model.config.get_text_config(decoder=True)
-    counts = ("num_experts", "n_routed_experts", "num_local_experts")
-    experts = next((n for n in (getattr(config, each, None) for each in counts) if n), None)
-    active = config.num_experts_per_tok / experts if experts else 1.0
-    assert len(layers) == shape.num_layers
-    for layer, traced in zip(layers, shape.layers, strict=True):
-        assert traced.weights == pytest.approx(sizes_of_weights(layer, active))
-    assert shape.vocab_size * shape.hidden_size == model.get_output_embeddings().weight.numel()
+    assert len(decoder_layers(model)) == shape.num_layers
+    assert shape.parameters == sum(each.numel() for each in model.parameters())
 
 
 RIGHT = [
@@ -57,7 +41,7 @@ RIGHT = [
 ]
 # They look at numbers, which there are none of, or do not run without images.
 UNTRACED = {
-    *("dbrx", "jetmoe", "gpt2", "gpt-sw3", "xmod"),
+    *("dbrx", "jetmoe", "gpt2", "gpt-sw3"),
     *("whisper", "step3p7"),
 }
 
@@ -71,11 +55,11 @@ def test_caches_hold_what_was_counted(name: str) -> None:
         cache = PolicyCache(policy)
         with torch.no_grad(), cache.attached(model):
             model(input_ids=torch.arange(5, 45)[None], cache=cache)
-        found, held = estimate(policy, shape, 40, dtype=torch.float32), cache.report().total
+        found, held = estimate_cost(policy, shape, 40, dtype=torch.float32), cache.report().total
         assert (found.kv_bytes, found.full_kv_bytes) == (held.held_bytes, held.full_bytes)
 
 
-@pytest.mark.parametrize("name", ["dbrx", "jetmoe", "xmod"])
+@pytest.mark.parametrize("name", ["dbrx", "jetmoe", "gpt2"])
 def test_models_that_cannot_be_run_without_numbers(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{name} must be a decoder that runs without"):
         shape_of(builds()[name].config(), name)
@@ -116,13 +100,17 @@ def test_presets_are_found_in_any_case() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "mamba"}, "must have layers that hold keys and values, but none does"),
-        ({"model_type": "bloom"}, "must attend by Transformers' AttentionInterface"),
+        ({"model_type": "mamba"}, "some layer must hold keys and values, but all of them hold a"),
+        (
+            {"model_type": "bloom"},
+            "must not depend on the columns of keys, but BloomBlock",
+        ),
+        ({"model_type": "falcon"}, "must attend by Transformers' AttentionInterface"),
         ({"model_type": "never_heard_of"}, "could not be read: .*never_heard_of"),
         ({"model_type": 3}, "must be a JSON object with a model_type"),
         ({"num_hidden_layers": 0}, "^num_hidden_layers of .* must be an int of at least 1, got 0"),
         ({"hidden_size": "wide"}, "could not be read: .*hidden_size"),
-        ({"num_key_value_heads": 5}, "must be a multiple of kv_heads, got 32 and 5"),
+        ({"num_key_value_heads": 5}, "must be a decoder that runs without weights, but its run"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "could not be read"),
     ],
 )
@@ -162,4 +150,4 @@ def test_what_is_no_name_and_no_configuration() -> None:
     with pytest.raises(TypeError, match="config must be a configuration of Transformers, got None"):
         shape_of(None)
     with pytest.raises(TypeError, match="shape must be a ModelShape, got None"):
-        estimate(FullContext(), None, 100)  # type: ignore[arg-type]
+        estimate_cost(FullContext(), None, 100)  # type: ignore[arg-type]

@@ -10,8 +10,8 @@ from typing import Any
 
 from kvpolicy.checks import check_kind
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.evaluation.cost.model_shape import ModelShape
-from kvpolicy.evaluation.cost.presets import PRESETS, preset_name
+from kvpolicy.evaluation.estimate.model_shape import ModelShape
+from kvpolicy.evaluation.estimate.presets import PRESETS, preset_name
 from kvpolicy.evaluation.model_names import cached_config, is_hub_name
 
 
@@ -37,22 +37,19 @@ def load_shape(name: str) -> ModelShape:
 
 
 def load_config(name: str) -> Any:
-    """Load a model's Transformers configuration from a preset or from disk."""
+    """Load a model's Transformers configuration; see `load_shape` for names and errors."""
     check_kind("name", name, str)
     preset = preset_name(name)
-    return _read_config(name) if preset is None else _preset_config(preset)
-
-
-def _preset_config(name: str) -> Any:
+    if preset is None:
+        return _read_config(name)
     from transformers import AutoConfig
 
-    preset = PRESETS[name]
-    return AutoConfig.for_model(preset.model_type, **preset.sizes)
+    return AutoConfig.for_model(PRESETS[preset].model_type, **PRESETS[preset].sizes)
 
 
 @functools.cache
 def _preset_shape(name: str) -> ModelShape:
-    return shape_of(_preset_config(name), name)
+    return shape_of(load_config(name), name)
 
 
 def shape_of(config: Any, name: str = "model") -> ModelShape:
@@ -70,13 +67,13 @@ def shape_of(config: Any, name: str = "model") -> ModelShape:
     """
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"config must be a configuration of Transformers, got {config!r}")
-    from kvpolicy.evaluation.cost.tracing import trace_layers  # which needs Transformers
+    from kvpolicy.evaluation.estimate.tracing import trace  # which needs Transformers
 
     text = config.get_text_config(decoder=True)
     _size(text, name, "num_hidden_layers")
-    vocab_size, hidden = _size(text, name, "vocab_size"), _size(text, name, "hidden_size")
     most = getattr(text, "max_position_embeddings", None)
-    return ModelShape(name, hidden, trace_layers(config, name), vocab_size, most)
+    layers, parameters = trace(config, name)
+    return ModelShape(name, layers, parameters, most)
 
 
 def _read_config(name: str) -> Any:

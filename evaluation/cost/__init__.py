@@ -1,1 +1,0 @@
-"""Estimate the operations and bytes of a policy before anything runs."""

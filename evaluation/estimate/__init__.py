@@ -1,0 +1,1 @@
+"""Estimate weights, held keys and values and prefill compute from a model's configuration."""
