@@ -29,14 +29,6 @@ if TYPE_CHECKING:
         sweep_tsp_layers,
     )
     from kvpolicy.evaluation.comparison.variant import Variant, variants
-    from kvpolicy.evaluation.compression.compress import compress_prompt
-    from kvpolicy.evaluation.compression.compressed import CompressedPrompt
-    from kvpolicy.evaluation.compression.scoring import (
-        FilterLayerScorer,
-        LookAheadScorer,
-        PromptSaliency,
-        PromptScorer,
-    )
     from kvpolicy.evaluation.estimate.cost import Estimate, estimate_cost
     from kvpolicy.evaluation.estimate.model_shape import LayerShape, ModelShape
     from kvpolicy.evaluation.estimate.shapes import load_shape, shape_of
@@ -77,14 +69,6 @@ else:
                 "sweep_tsp_layers",
             ),
             "kvpolicy.evaluation.comparison.variant": ("Variant", "variants"),
-            "kvpolicy.evaluation.compression.compress": ("compress_prompt",),
-            "kvpolicy.evaluation.compression.compressed": ("CompressedPrompt",),
-            "kvpolicy.evaluation.compression.scoring": (
-                "FilterLayerScorer",
-                "LookAheadScorer",
-                "PromptSaliency",
-                "PromptScorer",
-            ),
             "kvpolicy.evaluation.estimate.cost": ("Estimate", "estimate_cost"),
             "kvpolicy.evaluation.estimate.model_shape": ("LayerShape", "ModelShape"),
             "kvpolicy.evaluation.estimate.shapes": ("load_shape", "shape_of"),
@@ -96,22 +80,17 @@ else:
 __all__ = [
     "Calibration",
     "Comparison",
-    "CompressedPrompt",
     "Estimate",
-    "FilterLayerScorer",
     "HeldOut",
     "Latencies",
     "LayerDistance",
     "LayerShape",
     "Loaded",
-    "LookAheadScorer",
     "ModelShape",
     "OutputDistances",
     "Overlap",
     "Phase",
     "Prompt",
-    "PromptSaliency",
-    "PromptScorer",
     "RateSweep",
     "Row",
     "Score",
@@ -122,7 +101,6 @@ __all__ = [
     "attention_recall",
     "build_policy",
     "compare",
-    "compress_prompt",
     "estimate_cost",
     "load",
     "load_shape",

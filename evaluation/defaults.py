@@ -21,9 +21,6 @@ CALIBRATION_SEED_OFFSET = 2000
 # Rates of a comparison: the paper's two, and one low enough to tell methods apart.
 RATES = (0.02, 0.1, 0.2)
 
-# Defaults of compressed prompts: the share that is kept, and where a chunk may end.
-COMPRESSION_RATE = 0.2
-ALIGNMENT_NAMES = ("line", "word", "token")
 # Tokens of an answer in an estimate.
 ESTIMATED_ANSWER = 1024
 

@@ -88,12 +88,10 @@ LEAST = {
     "analyze": ("--context", "64", "--count", "2", "--top-k", "4"),
     "generate": ("--answer-tokens", "2"),
     "eval": ("--limit", "1"),
-    "estimate": ("--prefill-chunk-size", "65536"),
 }
 COMPLETED = {
     "generate": ("--prompt-file", "needle.txt"),
     "eval": ("--tasks", "needle_one_hop", "--lengths", "128", "--out", "completed"),
-    "compress": ("--prompt-file", "report.txt", "--model", "model"),
 }
 
 
@@ -202,8 +200,6 @@ def tiny(line: str) -> tuple[list[str], str]:
             found[at + 1] = "1024"
         elif each in SIZES:
             found[at + 1] = SIZES[each]
-        elif each == "--config" and "--memory" in found:
-            found[at + 1] = "four-layers"
     if found[-1] == "--prompt-file":
         found.append("needle.txt")
     if command in COMPLETED and not {"--prompt-file", "--chat-file", "--tasks"} & set(found):
@@ -217,7 +213,7 @@ def tiny(line: str) -> tuple[list[str], str]:
     if "ruler" in line and "--data" not in found and command == "eval":
         found += ["--data", "data"]
     found = ["data" if at and found[at - 1] == "--data" else it for at, it in enumerate(found)]
-    least = LEAST.get(command, ()) if command != "estimate" or "--memory" in found else ()
+    least = LEAST.get(command, ())
     for option, value in zip(least[::2], least[1::2], strict=True):
         if option not in found and not (option == "--count" and "--prompts-file" in found):
             found += [option, value]
@@ -244,7 +240,7 @@ def test_the_line_runs(
     shown = capsys.readouterr()
     assert status == 0, shown.err
     # Every token ends the model's answer, and what goes into a file is not shown.
-    assert shown.out.strip() or arguments[0] in ("generate", "compress")
+    assert shown.out.strip() or arguments[0] == "generate"
     assert shown.out + shown.err
     if output:
         Path(output).write_text(shown.out)

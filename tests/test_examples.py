@@ -21,6 +21,7 @@ PRINTED = {
     "own_scorer": r"(True|False), 10\.(\d)% of the cache kept",
     "comparison": r"streamingllm 0\.2 +\d of 8",
     "langchain_pipeline": r"[34] of 4 answers right, from 1\d% of the cache",
+    "shorter_prompt": r"102 of 512 tokens are left; the answer is right: True",
     "transformers_serve": r"[34] of 4 answers right, from 1\d% of the cache",
 }
 # What an example needs that the tests are not installed with.

@@ -100,13 +100,6 @@ def test_memory(hub: Path, tmp_path: Path) -> None:
     assert names["cache"].report().total.share < 0.5
 
 
-def test_compress(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = run("compress.md", hub)
-    assert names["found"].tokens_after < names["found"].tokens_before
-    assert names["found"].text.rstrip().endswith("Who wrote it?")
-    assert names["found"].report() in capsys.readouterr().out
-
-
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
 def test_pages_without_a_model_of_the_hub(capsys: pytest.CaptureFixture[str]) -> None:
     """What they print or leave is what they say."""

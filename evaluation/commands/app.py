@@ -15,7 +15,6 @@ from kvpolicy.evaluation.commands.analyze import analyze
 from kvpolicy.evaluation.commands.calibrate import calibrate
 from kvpolicy.evaluation.commands.check import check
 from kvpolicy.evaluation.commands.compare import compare
-from kvpolicy.evaluation.commands.compress import compress
 from kvpolicy.evaluation.commands.estimate import estimate
 from kvpolicy.evaluation.commands.eval import eval
 from kvpolicy.evaluation.commands.export import export
@@ -32,7 +31,6 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     calibrate,
     check,
     compare,
-    compress,
     estimate,
     eval,
     export,

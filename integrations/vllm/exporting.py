@@ -174,7 +174,7 @@ def _unsupported(parts: ModelParts, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         "model must have full attention with a fixed rotary embedding in every layer, so that "
         f"vLLM can serve its documents, but {type(parts.model).__name__} does not: {reason}; "
-        "shorten its prompts with kvpolicy compress instead"
+        "send shorter prompts instead (docs/examples/shorter_prompt.py)"
     )
 
 

@@ -46,7 +46,6 @@ def asked(command: str, folder: Path, model: str) -> list[str]:
         "calibrate": ["--threads", "1"],
         "generate": ["--answer-tokens", "2"],
         "analyze": ["--top-k", "8"],
-        "compress": [],
         "eval": ["--tasks", "local_generate_until", "--include", str(folder), "--threads", "1"],
     }[command]
     path = str(folder / ("long.jsonl" if file == "--prompts-file" else "long.txt"))
@@ -55,7 +54,7 @@ def asked(command: str, folder: Path, model: str) -> list[str]:
     return [command, "--model", str(folder / model), *prompt, *given, *out]
 
 
-COMMANDS = ("generate", "compare", "calibrate", "analyze", "compress", "eval")
+COMMANDS = ("generate", "compare", "calibrate", "analyze", "eval")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -70,7 +69,7 @@ def test_prompts_beyond_the_positions(command: str, folder: Path, run: Run) -> N
     status, out, err = run(*arguments, "--beyond-positions")
     assert status == 0, err
     said = " ".join((out + err).split())
-    if command not in ("compress", "eval"):
+    if command != "eval":
         assert f"Prompts of up to {len(TEXT):,} tokens exceed the {POSITIONS} positions" in said
 
 

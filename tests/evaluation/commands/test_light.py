@@ -24,7 +24,7 @@ print(json.dumps([statuses, [name for name in {HEAVY} if name in sys.modules]]))
 
 
 def test_help_and_wrong_command_lines_import_nothing_heavy() -> None:
-    commands = ("analyze", "calibrate", "check", "compare", "compress", "estimate", "eval")
+    commands = ("analyze", "calibrate", "check", "compare", "estimate", "eval")
     names = (*commands, "generate", "policies", "report")
     right = [["--help"], ["--version"], [], *([name, "--help"] for name in names)]
     wrong = [
@@ -81,7 +81,6 @@ def test_unknown_names_import_nothing_heavy() -> None:
         },
         ("compare", "--propagation", "piramid"): {"propagation": ["piramid"]},
         ("analyze", "--oracle", "--scorer", "key_norm", "--scorer", "x"): {"scorer": ["x"]},
-        ("compress", "--prompt-file", "-", "--scorer", "x:a=1"): {"scorer": ["x"]},
     }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(list(lines))],

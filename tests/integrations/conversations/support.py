@@ -19,7 +19,7 @@ from transformers import (
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FullContext
 from kvpolicy.policy import CachePolicy
-from tests.evaluation.compression.tokenizers import CORPUS, byte_tokenizer
+from tests.integrations.conversations.tokenizers import CORPUS, byte_tokenizer
 from tests.reference import tiny_model
 from tests.reference.models import Family
 
