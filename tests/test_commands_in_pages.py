@@ -27,7 +27,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
 
 from kvpolicy import names
 from kvpolicy.evaluation import needle_prompts
@@ -90,7 +89,6 @@ LEAST = {
     "analyze": ("--context", "64", "--count", "2", "--top-k", "4"),
     "generate": ("--answer-tokens", "2"),
     "eval": ("--limit", "1"),
-    "estimate": ("--prefill-chunk-size", "65536"),
 }
 COMPLETED = {
     "generate": ("--prompt-file", "needle.txt"),
@@ -163,10 +161,6 @@ def files(place: Path) -> Path:
     for name in ("ruler_qa_squad", "ruler_qa_hotpot"):
         row = json.dumps({**question, "input": f"{essay[:400]}\nBa be bi?"})
         (place / f"data/ruler/{name}.jsonl").write_text(row + "\n")
-    sizes = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    tiny = LlamaConfig(**sizes, **heads, max_position_embeddings=131072)
-    tiny.save_pretrained(place / "four-layers")
     return place
 
 
@@ -206,8 +200,6 @@ def tiny(line: str) -> tuple[list[str], str]:
             found[at + 1] = "1024"
         elif each in SIZES:
             found[at + 1] = SIZES[each]
-        elif each == "--config" and "--memory" in found:
-            found[at + 1] = "four-layers"
     if found[-1] == "--prompt-file":
         found.append("needle.txt")
     if command in COMPLETED and not {"--prompt-file", "--chat-file", "--tasks"} & set(found):
@@ -224,7 +216,7 @@ def tiny(line: str) -> tuple[list[str], str]:
     if "ruler" in line and "--data" not in found and command == "eval":
         found += ["--data", "data"]
     found = ["data" if at and found[at - 1] == "--data" else it for at, it in enumerate(found)]
-    least = LEAST.get(command, ()) if command != "estimate" or "--memory" in found else ()
+    least = LEAST.get(command, ())
     for option, value in zip(least[::2], least[1::2], strict=True):
         if option not in found and not (option == "--count" and "--prompts-file" in found):
             found += [option, value]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpolicy.evaluation.cost.presets import PRESETS
+from kvpolicy.evaluation.estimate.presets import PRESETS
 from kvpolicy.registry import registered
 from tests.evaluation.support import Run
 
@@ -33,28 +33,34 @@ def test_the_command_shows_and_writes_the_same_numbers(run: Run, tmp_path: Path)
     assert max(map(len, shown.split("\nwritten")[0].splitlines())) <= 80
     assert list(file.parent.iterdir()) == [file]
     data = json.loads(file.read_text())
-    assert data["settings"] == {"config": LLAMA.upper(), "context": 131072, "dtype": "bfloat16"}
-    assert [layer["weights"] for layer in data["model"]["layers"]] == [218103808] * 32
+    assert data["settings"] == {
+        "config": LLAMA.upper(),
+        "context": 131072,
+        "answer_tokens": 1024,
+        "dtype": "bfloat16",
+    }
+    assert [layer["token_elements"] for layer in data["model"]["layers"]] == [2048] * 32
+    assert data["weight_bytes"] == 2 * 8030261248
+    assert f"model {LLAMA}, weights 16.06 GB" in shown
+    assert "prompt of 131,072 tokens, full cache 17.18 GB" in shown
     rows = rows_of(shown)
     assert [row["policy"] for row in data["rows"]] == [row[0] for row in rows]
     assert {row[0] for row in rows} == set(registered("policy"))
     for cells, row in zip(rows, data["rows"], strict=True):
         if row["prefill_compute_rate"] is None:  # known once a prompt is read
-            assert cells[2:5] == ["-"] * 3
+            assert cells[2] == "-"
             assert f"{cells[0]} decides by the prompt's content" in shown
             continue
         assert cells[2] == f"{100 * row['prefill_compute_rate']:.1f}"
-        flops = row["prefill_flops"]
-        assert flops["total"] == pytest.approx(sum(v for k, v in flops.items() if k != "total"))
-        assert cells[3] == f"{flops['total'] / 1e15:.2f}"
-        assert cells[4] == f"x{row['prefill_speedup_allowed']:.2f}"
-        assert cells[5] == f"{sum(row['kept_tokens']) / 32:,.0f}"
-        assert cells[6] == f"{row['kv_bytes'] / 1e9:.2f}"
-        assert cells[7] == f"{100 * row['kv_share']:.1f}"
+        assert cells[3] == f"{sum(row['kept_tokens']) / 32:,.0f}"
+        assert cells[4] == f"{row['kv_bytes'] / 1e9:.2f}"
+        assert cells[5] == f"{100 * row['kv_share']:.1f}"
+        assert cells[6] == f"{row['answered_kv_bytes'] / 1e9:.2f}"
+        assert row["answered_tokens"] == [tokens + 1024 for tokens in row["kept_tokens"]]
     (fast,) = (row for row in rows if row[:2] == ["fastkv", "0.1"])
-    assert fast[2:5] == ["60.0", "3.44", "x1.84"]
+    assert fast[2:] == ["60.0", "13,107", "1.72", "10.0", "1.85"]
     (full,) = (row for row in rows if row[0] == "full_context")
-    assert full[5:] == ["131,072", "17.18", "100.0"]  # 32 layers x 2 x 8 x 128 x 2 bytes a token
+    assert full[3:6] == ["131,072", "17.18", "100.0"]  # 32 layers x 2 x 8 x 128 x 2 bytes a token
     assert "fastkv drops tokens after layer 15 of 0 to 31." in shown
     assert "positions that the model is made for" not in shown
 
@@ -67,10 +73,20 @@ def test_the_command_takes_policies_rates_and_parameters(run: Run) -> None:
     gem, fast, snap = rows_of(shown)
     assert gem[:3] == ["gemfilter", "0.3", "70.6"]
     assert fast[:3] == ["fastkv", "0.3", "65.0"]
-    assert (snap[5], snap[6]) == ("2,458", "0.64")
+    assert (snap[3], snap[4]) == ("2,458", "0.64")
     assert "gemfilter chooses tokens and restarts at layer 13 of 0 to 31." in shown
     assert "fastkv 0.3: tsp_rate is 0.3" in shown
     assert shown.endswith("Scoring is not counted.\n")
+
+
+def test_a_bound_on_the_answer(run: Run) -> None:
+    """2,000 tokens after each choice, and those since: 4,096 are 16 times 256."""
+    shape = ("--config", LLAMA, "--context", 32768, "-p", "full_context,snapkv", "-r", 0.1)
+    bound = ("--decoding-tokens", 2000, "--decoding-every", 256)
+    for tokens, held in ((4096, 2000), (4100, 2004), (100, 3276.8 + 100)):
+        full, snap = rows_of(run(*shape, *bound, "--answer-tokens", tokens)[1])
+        assert full[-1] == f"{(32768 + tokens) * 32 * 4096 / 1e9:.2f}"
+        assert snap[-1] == f"{held * 32 * 4096 / 1e9:.2f}"
 
 
 def test_notes_on_long_prompts_and_on_scoring(run: Run) -> None:
@@ -86,6 +102,7 @@ def test_notes_on_long_prompts_and_on_scoring(run: Run) -> None:
         (["--context", "8"], 2, "Missing option '--config'"),
         (["--config", LLAMA], 2, "Missing option '--context'"),
         (["--config", LLAMA, "--context", "0"], 2, "Invalid value for '--context'"),
+        (["--config", LLAMA, "--answer-tokens", "0"], 2, "Invalid value for '--answer-tokens'"),
         (["--config", LLAMA, "--rate", "much"], 2, "Invalid value for '--rate'"),
         (["--config", "gpt-17"], 1, f"preset ({', '.join(PRESETS)}), a preset's Hub name"),
         (["--config", "."], 1, "config folder . must hold a config.json, got none"),
@@ -155,4 +172,4 @@ def test_notes_on_sliding_windows(run: Run) -> None:
     said = " ".join(run(*shape, "--context", 32768, *told)[1].split())
     assert "fastkv drops tokens after layers with a sliding window" in said
     assert "layers that see the whole prompt: 5, 11, 17, 23, 29, 35, 41, 47, 53, 59." in said
-    assert "sliding window" not in run(*shape, "--context", 1024, *told)[1]
+    assert "see only a sliding window" not in run(*shape, "--context", 1024, *told)[1]
