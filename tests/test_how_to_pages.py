@@ -108,7 +108,7 @@ def test_pages_without_a_model_of_the_hub(capsys: pytest.CaptureFixture[str]) ->
     assert run("decoding.md")["cache"].policy.decoding.most_tokens == 4096
     capsys.readouterr()
     run("estimate.md")
-    (said,) = re.findall(r"^\)  # (.*)$", "".join(blocks_of("estimate.md")), re.MULTILINE)
+    (said,) = re.findall(r"^print.*\)  # (.*)$", "".join(blocks_of("estimate.md")), re.MULTILINE)
     assert capsys.readouterr().out.strip() == said
 
 
