@@ -48,6 +48,8 @@ HYBRIDS = ("granitemoehybrid", "jamba", "lfm2", "qwen3_5", "qwen3_next")
 UNSEEN = ("falcon", "falcon_multi_query", "gpt_neo", *NO_QUERIES)
 # No rotary embedding, or keys that are more than turned; heads that share what is stored.
 UNTURNED = ("gpt2", "gpt_bigcode", "hunyuan_v1_dense", "opt")
+if not NO_QUERIES:  # which turn queries and keys by tables of their own
+    UNTURNED = (*UNTURNED, "codegen", "gptj")
 UNPROJECTED = ("deepseek_v2", "deepseek_v3")
 # Layers that attend to an earlier one's keys, which no second reading knows.
 SHARING = ("gemma3n", "gemma4")

@@ -63,7 +63,9 @@ KINDS: dict[str, Refuses] = {
     "deepseek_v32": Refuses(_AGAIN | {"criticalkv"}, chunked_drops=True),
     "hy_v4": Refuses(_AGAIN | _ASKING | {"pyramidinfer"}, chunked_drops=True),
     "bert": Refuses(_ASKING),
-    "gptj": Refuses(_LOOKING, bounds=_WATCHING) if NO_QUERIES else Refuses(),
+    "gptj": Refuses(_LOOKING, bounds=_WATCHING)
+    if NO_QUERIES
+    else Refuses(frozenset({"expected_attention"})),
     "falcon": Refuses(_LOOKING, bounds=_WATCHING),
 }
 KINDS = {name: kind for name, kind in KINDS.items() if name in builds()}
