@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from .dense import dense_logits, difference
 from .noting import noting_positions, noting_visible
-from .reading import Kept, Library, Reading, Settings, left_padded
+from .reading import CACHE, Kept, Library, Reading, Settings, left_padded
 from .timing import decode
 
 DECODED = 4
@@ -27,7 +27,7 @@ def generate(reading: Reading, ids: Tensor, mask: Tensor, new_tokens: int = DECO
         return reading.model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=reading.cache,
+            **{CACHE: reading.cache},
             max_new_tokens=new_tokens,
             do_sample=False,
             return_dict_in_generate=True,
@@ -59,7 +59,7 @@ def kept_of(
     """Return the positions kept of one prompt, ``[layer][head]``."""
     reading = library.begin(model, method, settings, watched=True)
     with torch.inference_mode(), reading.prefilling():
-        model(torch.tensor([list(prompt)]), past_key_values=reading.cache, logits_to_keep=1)
+        model(torch.tensor([list(prompt)]), **{CACHE: reading.cache}, logits_to_keep=1)
     return [rows[0] for rows in reading.kept([len(prompt)])]
 
 
@@ -184,7 +184,7 @@ def _generate_twice(reading: Reading, ids: Tensor, added: list[int]) -> Turns:
 
 def _loop_twice(reading: Reading, ids: Tensor, added: list[int]) -> Turns:
     with reading.prefilling():
-        output = reading.model(ids, past_key_values=reading.cache)
+        output = reading.model(ids, **{CACHE: reading.cache})
     kept = reading.kept([ids.shape[1]])
     token = output.logits[:, -1:].argmax(dim=-1)
     seen = ids.shape[1]
@@ -195,7 +195,7 @@ def _loop_twice(reading: Reading, ids: Tensor, added: list[int]) -> Turns:
     with noting_positions(reading.model) as positions, reading.prefilling():
         output = reading.model(
             new,
-            past_key_values=reading.cache,
+            **{CACHE: reading.cache},
             position_ids=torch.arange(seen, seen + new.shape[1])[None],
         )
     conversation = torch.cat([ids, torch.tensor([decoded + added])], dim=1)

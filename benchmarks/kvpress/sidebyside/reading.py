@@ -10,6 +10,7 @@ import abc
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,10 @@ Settings = Mapping[str, Any]
 
 Kept = list[list[list[list[int]]]]
 """Positions kept, ``[layer][row][head]``: ascending, a row's own tokens counted from 0."""
+
+# kvpress needs a Transformers in which this argument has its earlier name.
+CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+"""The name of the cache argument in the installed Transformers."""
 
 PLAIN = ("full", "full_eager")
 PAD = 0

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .reading import Reading
+from .reading import CACHE, Reading
 
 Result = TypeVar("Result")
 
@@ -30,7 +30,7 @@ def prefill(reading: Reading, prompt: Sequence[int]) -> Tensor:
     with reading.prefilling():
         output = reading.model(
             torch.tensor([list(prompt)]),
-            past_key_values=reading.cache,
+            **{CACHE: reading.cache},
             use_cache=True,
             logits_to_keep=1,
         )
@@ -54,7 +54,7 @@ def decode(reading: Reading, token: Tensor, seen: int, count: int) -> list[int]:
         for position in range(seen, seen + count):
             output = reading.model(
                 token,
-                past_key_values=reading.cache,
+                **{CACHE: reading.cache},
                 position_ids=torch.tensor([[position]]),
                 use_cache=True,
             )
