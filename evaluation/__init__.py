@@ -28,12 +28,12 @@ if TYPE_CHECKING:
         sweep_rates,
         sweep_tsp_layers,
     )
-    from kvpolicy.evaluation.comparison.variant import Variant, variants
     from kvpolicy.evaluation.estimate.cost import Estimate, estimate_cost
     from kvpolicy.evaluation.estimate.model_shape import LayerShape, ModelShape
     from kvpolicy.evaluation.estimate.shapes import load_shape, shape_of
     from kvpolicy.evaluation.models import Loaded, load
     from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_prompts
+    from kvpolicy.evaluation.variant import Variant, variants
     from kvpolicy.registry import build_policy
 else:
     __getattr__, __dir__ = lazy_names(
@@ -68,7 +68,7 @@ else:
                 "sweep_rates",
                 "sweep_tsp_layers",
             ),
-            "kvpolicy.evaluation.comparison.variant": ("Variant", "variants"),
+            "kvpolicy.evaluation.variant": ("Variant", "variants"),
             "kvpolicy.evaluation.estimate.cost": ("Estimate", "estimate_cost"),
             "kvpolicy.evaluation.estimate.model_shape": ("LayerShape", "ModelShape"),
             "kvpolicy.evaluation.estimate.shapes": ("load_shape", "shape_of"),

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from kvpolicy.evaluation.default_model import HUB_NAME, default_model
 from kvpolicy.evaluation.defaults import DTYPE_NAMES, NEEDLE
 from kvpolicy.evaluation.model_names import check_model_name
+from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.tasks import needle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
+DEFAULT_NAME = HUB_NAME.rpartition("/")[2]
+"""The name of the model that is measured by default."""
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError)
 
 
@@ -44,14 +48,21 @@ class Loaded:
         return str(self.model.dtype).removeprefix("torch.")
 
 
-def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loaded:
+def load(
+    name: str | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    progress: Progress = silent,
+) -> Loaded:
     """Load a model and its tokenizer.
 
     Args:
-        name: ``"needle"`` for the bundled model, a folder, or a name on the Hugging Face Hub.
-        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; ``"auto"`` for the checkpoint's own,
-            float32 for the bundled model.
+        name: A folder, or a name on the Hugging Face Hub; None for the model that is measured by
+            default, see `kvpolicy.evaluation.default_model.default_model`.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; ``"auto"`` for the checkpoint's own.
         device: As torch names it: ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
+        progress: Told of a default model that is converted.
 
     Raises:
         ValueError: The dtype or device is unknown, or there is no such model; says what was tried.
@@ -59,13 +70,17 @@ def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loa
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
     target = _check_device(device)
+    if name is None:
+        folder = default_model(progress)
+        found = _from_pretrained(str(folder), DTYPES.get(dtype, "auto"), target)
+        return attrs.evolve(found, name=DEFAULT_NAME)
     if name == NEEDLE:
         model = needle.load_model(dtype=DTYPES.get(dtype, torch.float32))
         return Loaded(name, model.to(target).eval(), needle.load_tokenizer())
     return _from_pretrained(name, DTYPES.get(dtype, "auto"), target)
 
 
-def load_tokenizer(name: str = NEEDLE) -> Any:
+def load_tokenizer(name: str | None = None) -> Any:
     """Load a model's tokenizer, without the model.
 
     Args:
@@ -76,13 +91,13 @@ def load_tokenizer(name: str = NEEDLE) -> Any:
     """
     if name == NEEDLE:
         return needle.load_tokenizer()
-    place = check_model_name(name)
+    place = str(default_model()) if name is None else check_model_name(name)
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(place)
     except _LOADING_ERRORS as error:
-        raise _not_loaded(name, error) from error
+        raise _not_loaded(place, error) from error
 
 
 def _from_pretrained(name: str, dtype: torch.dtype | str, device: torch.device) -> Loaded:

@@ -11,6 +11,7 @@ from kvpolicy.assignments import PartOption, parse_assignments
 from kvpolicy.checks import check_count
 from kvpolicy.evaluation.defaults import DTYPE_NAMES, MIN_NEEDLE_CONTEXT, NEEDLE
 from kvpolicy.evaluation.model_names import check_model_name
+from kvpolicy.evaluation.policy_options import split_names
 from kvpolicy.names import check_declared
 
 
@@ -34,29 +35,6 @@ class Option:
     min: int | None = attrs.field(default=None, kw_only=True)
     read: Callable[[Any, str], Any] | None = attrs.field(default=None, kw_only=True)
     positional: bool = attrs.field(default=False, kw_only=True)
-
-
-def split_names(names: Iterable[str], option: str) -> tuple[str, ...]:
-    """Split command-line names that may be repeated or comma-separated; return each once.
-
-    Args:
-        names: As the command line has them.
-        option: Whose they are, for messages.
-
-    Raises:
-        ValueError: One is empty.
-
-    Example:
-        >>> split_names(["snapkv, fastkv", "h2o"], "--policy")
-        ('snapkv', 'fastkv', 'h2o')
-    """
-    found = []
-    for each in names:
-        for name in each.split(","):
-            if not name.strip():
-                raise ValueError(f"{option} must be names separated by commas, got {each!r}")
-            found.append(name.strip())
-    return tuple(dict.fromkeys(found))
 
 
 def check_scorers(texts: Iterable[str]) -> None:

@@ -23,7 +23,8 @@ from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.prompt_tokens import encode_prompt
 from kvpolicy.evaluation.readable import check_positions, positions_notes
 from kvpolicy.evaluation.results import as_json, check_folder, environment, write_all
-from kvpolicy.evaluation.tasks.prompts import needle_prompts, read_prompt
+from kvpolicy.evaluation.tasks.prompts import needle_prompts
+from kvpolicy.evaluation.text_files import read_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -40,6 +40,9 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     serve_check,
 )
 
+# Those that are written as plain functions.
+PLAIN = (generate,)
+
 app = typer.Typer(
     name="kvpolicy",
     help="Decide which tokens a language model keeps while it reads a long prompt.",
@@ -65,7 +68,7 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 
 
 for command in COMMANDS:
-    app.command()(_interruptible(with_options(command)))
+    app.command()(_interruptible(command if command in PLAIN else with_options(command)))
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,74 +1,201 @@
-"""Run `kvpolicy generate`: one completion under a policy."""
+"""Run `kvpolicy generate`: one completion, or answers about a document, under a policy."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
-import attrs
+from kvpolicy.evaluation.commands.shared import (
+    BeyondPositions,
+    Chat,
+    Device,
+    Dtype,
+    ModelName,
+    Option,
+    PromptFile,
+    with_policies,
+)
+from kvpolicy.evaluation.policy_options import PolicyOptions
 
-from kvpolicy.evaluation.commands.working import work
-from kvpolicy.evaluation.options import CHAT, PROMPT, TSP_LAYER, ModelOptions, Option, PolicyOptions
+if TYPE_CHECKING:
+    import torch
+    from transformers import TextStreamer
+
+    from kvpolicy.evaluation.models import Loaded
+    from kvpolicy.integrations.transformers import PolicyCache
+    from kvpolicy.policy import CachePolicy
+
+DEFAULT = "fastkv"
+DEFAULT_OF_DOCUMENTS = "replaykv"  # chooses before the questions are known
 
 
-@attrs.frozen(kw_only=True)
-class GenerateOptions(ModelOptions):
-    """The command-line options of `kvpolicy generate`.
-
-    Raises:
-        ValueError: Both or none of the prompt and its file are given, or a text is empty.
-    """
-
-    prompt_file: Annotated[Path | None, Option(PROMPT, metavar="FILE")] = None
+@with_policies
+def generate(
+    *,
+    prompt_file: PromptFile = None,
     prompt: Annotated[
-        str | None, Option("The prompt itself, instead of --prompt-file.", metavar="TEXT")
-    ] = None
-    questions: Annotated[
-        tuple[str, ...],
+        str | None, Option(metavar="TEXT", help="The prompt itself, instead of --prompt-file.")
+    ] = None,
+    ask: Annotated[
+        list[str] | None,
         Option(
-            "A question about the prompt, which is then a document that is read once, before any "
-            "question is known. Repeatable: each question is answered without the others.",
-            ("--ask",),
             metavar="TEXT",
+            help="A question about the prompt, which is then a document that is read once, before "
+            "any question is known. Repeatable: each question is answered without the others.",
         ),
-    ] = ()
-    policies: PolicyOptions
-    tsp_rate: Annotated[
-        float | None,
-        Option(
-            "Fraction of the prompt's tokens that later layers read after a drop, in (0, 1].",
-            metavar="RATE",
-        ),
-    ] = None
-    tsp_layer: Annotated[int | None, TSP_LAYER] = None
-    max_new_tokens: Annotated[
+    ] = None,
+    model: ModelName = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    beyond_positions: BeyondPositions = False,
+    answer_tokens: Annotated[
         int,
         Option(
-            "Largest number of tokens to generate.",
-            ("--answer-tokens",),
+            "--answer-tokens",
+            "--max-new-tokens",
             min=1,
+            metavar="N",
+            help="Largest number of tokens to generate.",
         ),
-    ] = 128
-    sample: Annotated[bool, Option("Sample the answer; default: greedy decoding.")] = False
-    temperature: Annotated[float, Option("Temperature of --sample, above 0.", metavar="T")] = 1.0
-    seed: Annotated[int, Option("Of --sample.")] = 0
-    chat: Annotated[bool | None, CHAT] = None
-
-    def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
-        if (self.prompt_file is None) == (self.prompt is None):
-            got = "neither" if self.prompt is None else "both"
-            raise ValueError(f"exactly one of --prompt-file and --prompt must be given, got {got}")
-        if self.prompt is not None and not self.prompt.strip():
-            raise ValueError("--prompt must be a text, got an empty one")
-        if not all(each.strip() for each in self.questions):
-            raise ValueError("--ask must be a text, got an empty one")
-
-
-def generate(options: GenerateOptions) -> None:
+    ] = 128,
+    sample: Annotated[bool, Option("--sample", help="Sample the answer; default: greedy.")] = False,
+    temperature: Annotated[
+        float, Option(metavar="T", help="Temperature of --sample, above 0.")
+    ] = 1.0,
+    seed: Annotated[int, Option(metavar="N", help="Of --sample.")] = 0,
+    chat: Chat = None,
+    policies: PolicyOptions,
+) -> None:
     """Stream a completion to stdout, then print to stderr what the cache held.
 
     Without --policy, FastKV is used, with its own retention rate. With --ask, the answers are
     on stdout, in the order of the questions, and the cache is the document's.
     """
-    work("generate", options)
+    questions = tuple(ask or ())
+    if (prompt_file is None) == (prompt is None):
+        got = "neither" if prompt is None else "both"
+        raise ValueError(f"exactly one of --prompt-file and --prompt must be given, got {got}")
+    if prompt is not None and not prompt.strip():
+        raise ValueError("--prompt must be a text, got an empty one")
+    if not all(each.strip() for each in questions):
+        raise ValueError("--ask must be a text, got an empty one")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be above 0 and finite, got {temperature}")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be in [0, 2**63), got {seed}")
+
+    from kvpolicy.evaluation.chosen import chosen_variant
+    from kvpolicy.evaluation.commands.reading import reading_lines
+    from kvpolicy.evaluation.commands.terminal import load_shown, plain_console
+    from kvpolicy.evaluation.prompt_tokens import encode_prompt
+    from kvpolicy.evaluation.readable import check_known, check_positions, positions_notes
+    from kvpolicy.evaluation.text_files import read_prompt
+
+    variant = chosen_variant(policies, DEFAULT_OF_DOCUMENTS if questions else DEFAULT)
+    chosen = variant.policy
+    text = prompt if prompt_file is None else read_prompt(prompt_file)
+    assert text is not None  # exactly one of the two is given
+    loaded = load_shown(model, dtype=dtype, device=device)
+    variant.check_model(loaded.model.config.num_hidden_layers)
+    for question in questions:
+        check_known(loaded.tokenizer, loaded.tokenizer(question)["input_ids"], "question")
+    ends = [f"\n\n{question}" for question in questions]
+    prompts = [encode_prompt(loaded, f"{text}{end}", chat=chat) for end in ends or [""]]
+    longest = max(each.shape[1] for each in prompts)
+    check_positions(
+        loaded,
+        longest,
+        answer_tokens,
+        beyond=beyond_positions,
+        remedy="a shorter prompt, fewer --answer-tokens",
+    )
+    arguments = {"max_new_tokens": answer_tokens} | _sampling(loaded, temperature, seed, sample)
+    begin = time.perf_counter()
+    if questions:
+        cache = _answer(loaded, text, questions, chosen, chat, arguments)
+        read = cache.get_seq_length()
+        what = f"document of {read:,} tokens"
+        notes = ["The document was read once. The table is of its cache, without the questions."]
+    else:
+        cache = _complete(loaded, prompts[0], chosen, arguments)
+        read, what, notes = longest, f"prompt of {longest:,} tokens", []
+    seconds = time.perf_counter() - begin
+    errors = plain_console(stderr=True)
+    errors.rule(f"{chosen}, {what}, {seconds:.1f} s")
+    errors.print(str(cache.report()))
+    for note in [*reading_lines(cache, read), *notes, *positions_notes(loaded.model, longest)]:
+        errors.print(note)
+
+
+def _complete(
+    loaded: Loaded, input_ids: torch.Tensor, policy: CachePolicy, arguments: dict[str, Any]
+) -> PolicyCache:
+    """Stream the completion of a prompt; return the cache as it is after the last token."""
+    import torch
+    from rich.console import Console
+
+    from kvpolicy.integrations.transformers import PolicyCache
+
+    cache = PolicyCache(policy)
+    with Console(stderr=True).status(f"reading {input_ids.shape[1]:,} tokens") as reading:
+        loaded.model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            cache=cache,
+            streamer=_streamer(loaded, reading.stop),
+            **arguments,
+        )
+    return cache
+
+
+def _answer(
+    loaded: Loaded,
+    document: str,
+    questions: Sequence[str],
+    policy: CachePolicy,
+    chat: bool | None,
+    arguments: dict[str, Any],
+) -> PolicyCache:
+    """Read a document once and stream the answer to each question; return the document's cache."""
+    from rich.console import Console
+
+    from kvpolicy.evaluation.commands.terminal import plain_console
+    from kvpolicy.evaluation.prompt_tokens import reads_chat
+    from kvpolicy.integrations.transformers import ReadDocument
+
+    with Console(stderr=True).status("reading the document"):
+        read = ReadDocument(
+            loaded.model, loaded.tokenizer, document, policy, chat=reads_chat(loaded, chat)
+        )
+    for question in questions:
+        plain_console(stderr=True).print(f"question: {question}", style="dim")
+        with Console(stderr=True).status("reading the question") as reading:
+            read.answer([f"\n\n{question}"], streamer=_streamer(loaded, reading.stop), **arguments)
+    return read.cache
+
+
+def _streamer(loaded: Loaded, on_text: Callable[[], None]) -> TextStreamer:
+    """Return a streamer of one answer to stdout, which calls a function before each piece."""
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):  # type: ignore[misc]
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            on_text()
+            super().on_finalized_text(text, stream_end)
+
+    return Streamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def _sampling(loaded: Loaded, temperature: float, seed: int, sample: bool) -> dict[str, Any]:
+    """Return the arguments of `generate` for sampling or greedy decoding; sets torch's seed."""
+    import torch
+
+    end, pad = (getattr(loaded.model.generation_config, f"{it}_token_id") for it in ("eos", "pad"))
+    if pad is None:  # not used for one row, but required by generate
+        pad = end[0] if isinstance(end, list) else end
+    if not sample:
+        return {"do_sample": False, "pad_token_id": pad}
+    torch.manual_seed(seed)
+    return {"do_sample": True, "temperature": temperature, "pad_token_id": pad}

@@ -18,9 +18,9 @@ from kvpolicy.evaluation.comparison.latency import (
 )
 from kvpolicy.evaluation.comparison.speed import Speed
 from kvpolicy.evaluation.comparison.timed import WARM_UP_TOKENS, Timed
-from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.tasks.prompts import Prompt
+from kvpolicy.evaluation.variant import Variant
 from kvpolicy.policies import FullContext
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.evaluation.comparison.speed import Speed
-from kvpolicy.evaluation.comparison.variant import Variant
+from kvpolicy.evaluation.variant import Variant
 
 # Memory and speed are shown at one rate, the one nearest to this, which papers report first.
 _SPEED_RATE = 0.1

@@ -12,7 +12,7 @@ import torch
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.evaluation.calibration.choice import select_tsp_layer
 from kvpolicy.evaluation.calibration.distances import Calibration
-from kvpolicy.evaluation.comparison.chosen import chosen_variants
+from kvpolicy.evaluation.chosen import chosen_variants
 from kvpolicy.evaluation.comparison.picture import plot_comparison
 from kvpolicy.evaluation.comparison.plots import plot_sweep
 from kvpolicy.evaluation.comparison.rows import (
@@ -33,7 +33,6 @@ from kvpolicy.evaluation.comparison.sweep import (
     sweep_tsp_layers,
 )
 from kvpolicy.evaluation.comparison.timed import Timed, random_llama
-from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.defaults import CALIBRATION_SEED_OFFSET, NEEDLE
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import Loaded
@@ -50,8 +49,9 @@ from kvpolicy.evaluation.tasks.prompts import (
     Prompt,
     needle_prompts,
     read_prompts,
-    read_text,
 )
+from kvpolicy.evaluation.text_files import read_text
+from kvpolicy.evaluation.variant import Variant
 from kvpolicy.policies import FastKV, TokenSelectivePropagation
 
 # Prompts that a TSP layer is calibrated on: distances vary less than answers do.

@@ -12,10 +12,10 @@ from kvpolicy.checks import check_rate
 from kvpolicy.evaluation.calibration.distances import Calibration
 from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy
 from kvpolicy.evaluation.comparison.rows import score_data
-from kvpolicy.evaluation.comparison.variant import variants
 from kvpolicy.evaluation.defaults import RATES
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.tasks.prompts import Prompt
+from kvpolicy.evaluation.variant import variants
 from kvpolicy.policies import FastKV, FullContext
 
 if TYPE_CHECKING:

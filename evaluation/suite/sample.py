@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.evaluation.comparison.variant import Variant
+from kvpolicy.evaluation.variant import Variant
 
 FULL_CONTEXT = "full_context"
 

@@ -13,7 +13,6 @@ import attrs
 import torch
 
 from kvpolicy.checks import check_count
-from kvpolicy.evaluation.comparison.variant import Variant, variants
 from kvpolicy.evaluation.defaults import default_tsp_layer
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import Loaded, load, load_tokenizer
@@ -26,6 +25,7 @@ from kvpolicy.evaluation.suite.folder import load as load_results
 from kvpolicy.evaluation.suite.runner import Listener, Runner
 from kvpolicy.evaluation.suite.sample import FULL_CONTEXT, Method
 from kvpolicy.evaluation.suite.settings import Settings
+from kvpolicy.evaluation.variant import Variant, variants
 
 
 def check(settings: Settings, out: Path) -> None:

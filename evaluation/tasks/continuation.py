@@ -10,9 +10,9 @@ from typing import ClassVar
 import attrs
 from attrs.validators import ge, instance_of
 
-from kvpolicy.evaluation.tasks.prompts import read_text
 from kvpolicy.evaluation.tasks.question import Question
 from kvpolicy.evaluation.tasks.task import SizedTask
+from kvpolicy.evaluation.text_files import read_text
 from kvpolicy.evaluation.texts import documentation, words_of
 
 

@@ -10,9 +10,9 @@ import attrs
 
 from kvpolicy.checks import check_count
 from kvpolicy.evaluation.asking import Asked, Asker
-from kvpolicy.evaluation.tasks.prompts import read_text
 from kvpolicy.evaluation.tasks.question import Question
 from kvpolicy.evaluation.tasks.task import Task
+from kvpolicy.evaluation.text_files import read_text
 
 _RULE = '{"context": "...", "question": "...", "answer": "..."} or with "answers": ["...", "..."]'
 

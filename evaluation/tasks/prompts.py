@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import attrs
 
 from kvpolicy.evaluation.defaults import MIN_NEEDLE_CONTEXT
 from kvpolicy.evaluation.readable import check_known, check_whole
+from kvpolicy.evaluation.text_files import read_text
 
 
 @attrs.frozen
@@ -105,50 +105,6 @@ def read_prompts(path: str | os.PathLike[str], tokenizer: Any) -> list[Prompt]:
     if not prompts:
         raise ValueError(f"prompts file {path} must hold at least one prompt, got none")
     return prompts
-
-
-def read_prompt(path: Path) -> str:
-    """Read one prompt's text from a file, or from standard input if the path is ``-``.
-
-    Line ends at its end are cut off.
-
-    Raises:
-        ValueError: See `read_text`.
-    """
-    if str(path) == "-":
-        text = _decoded(sys.stdin.buffer.read(), "prompt on standard input")
-    else:
-        text = read_text(path, "prompt file")
-    return text.rstrip("\r\n")
-
-
-def read_text(path: Path, what: str) -> str:
-    """Read a UTF-8 text file; raise ValueError if it is empty.
-
-    Args:
-        path: The file.
-        what: What it is, for messages.
-
-    Raises:
-        ValueError: It does not exist, is a folder, is empty or is not text.
-    """
-    if not path.exists():
-        raise ValueError(f"{what} {path} does not exist")
-    if not path.is_file():
-        raise ValueError(f"{what} {path} must be a file, got a folder or device")
-    return _decoded(path.read_bytes(), f"{what} {path}")
-
-
-def _decoded(content: bytes, what: str) -> str:
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{what} must be UTF-8 text, got other bytes") from None
-    if "\0" in text:
-        raise ValueError(f"{what} must be UTF-8 text, got a binary file with NUL bytes")
-    if not text.strip():
-        raise ValueError(f"{what} is empty")
-    return text
 
 
 def _from_line(line: str, where: str, tokenizer: Any) -> Prompt:

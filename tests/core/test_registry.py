@@ -13,7 +13,7 @@ from kvpolicy import registry
 from kvpolicy.assignments import PartOption
 from kvpolicy.description import describe, from_description
 from kvpolicy.errors import UnknownPolicyError
-from kvpolicy.evaluation.comparison.chosen import chosen_variants
+from kvpolicy.evaluation.chosen import chosen_variants
 from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.names import GROUP, check_declared
 from kvpolicy.policies import (

@@ -8,8 +8,8 @@ from rich.table import Table
 from kvpolicy.evaluation.analysis.oracle_study import OracleSettings
 from kvpolicy.evaluation.analysis.study import Analysis, check, run, write
 from kvpolicy.evaluation.commands.analyze import AnalyzeOptions
+from kvpolicy.evaluation.commands.terminal import load_shown, progress_bar, show_written
 from kvpolicy.evaluation.commands.work.analyze_oracle import analyze_oracle
-from kvpolicy.evaluation.commands.work.terminal import load_shown, progress_bar, show_written
 
 # Number of columns beside the layer, so that a table fits 80 columns if k has six digits.
 MAX_COLUMNS = 6

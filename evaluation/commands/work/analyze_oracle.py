@@ -17,7 +17,7 @@ from kvpolicy.evaluation.analysis.oracle_study import (
     run_oracle,
     write_oracle,
 )
-from kvpolicy.evaluation.commands.work.terminal import load_shown, progress_bar, show_written
+from kvpolicy.evaluation.commands.terminal import load_shown, progress_bar, show_written
 from kvpolicy.interfaces import Scorer
 from kvpolicy.registry import check_names, name_of, registered
 

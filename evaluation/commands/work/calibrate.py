@@ -14,7 +14,7 @@ from kvpolicy.evaluation.calibration.distances import (
     check_criterion,
 )
 from kvpolicy.evaluation.commands.calibrate import CalibrateOptions
-from kvpolicy.evaluation.commands.work.terminal import load_shown, progress_bar, show_written
+from kvpolicy.evaluation.commands.terminal import load_shown, progress_bar, show_written
 from kvpolicy.evaluation.comparison.plots import plot_calibration
 from kvpolicy.evaluation.comparison.tables import calibration_legend, calibration_table
 from kvpolicy.evaluation.defaults import NEEDLE
@@ -32,8 +32,8 @@ from kvpolicy.evaluation.results import (
 from kvpolicy.evaluation.tasks.prompts import (
     needle_prompts,
     read_prompts,
-    read_text,
 )
+from kvpolicy.evaluation.text_files import read_text
 from kvpolicy.policies import FastKV, TokenSelectivePropagation
 
 FILES = ("calibrate.json", "calibrate.png")
@@ -47,7 +47,7 @@ def run_calibrate(options: CalibrateOptions) -> None:
     tsp_rate = drop.pop("tsp_rate", options.tsp_rate)
     _check(options, tsp_rate)
     torch.set_num_threads(options.threads)
-    loaded = load_shown(options)
+    loaded = load_shown(options.model, dtype=options.dtype, device=options.device)
     asked = (
         needle_prompts(options.context, options.count, options.seed)
         if options.prompts is None

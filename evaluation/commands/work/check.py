@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpolicy.evaluation.commands.check import CheckOptions
-from kvpolicy.evaluation.commands.work.terminal import load_shown
+from kvpolicy.evaluation.commands.terminal import load_shown
 from kvpolicy.evaluation.refusals import in_users_words
 from kvpolicy.registry import build, registered
 
@@ -24,7 +24,7 @@ def run_check(options: CheckOptions) -> None:
     """Do what `kvpolicy check` does."""
     from kvpolicy.integrations.transformers.checking import check_model
 
-    loaded = load_shown(options)
+    loaded = load_shown(options.model, dtype=options.dtype, device=options.device)
     found = check_model(loaded.model)
     console = Console(highlight=False, markup=False, width=_WIDTH)
     console.print(f"{found.name} ({found.model_type})", style="bold")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpolicy.evaluation.commands.compare import CompareOptions
-from kvpolicy.evaluation.commands.work.terminal import (
+from kvpolicy.evaluation.commands.terminal import (
     load_shown,
     plain_console,
     progress_shown,

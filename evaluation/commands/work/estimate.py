@@ -11,17 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 import kvpolicy
+from kvpolicy.evaluation.chosen import COMPOSITION, chosen_variants
 from kvpolicy.evaluation.commands.estimate import EstimateOptions
-from kvpolicy.evaluation.commands.work.terminal import plain_console
-from kvpolicy.evaluation.comparison.chosen import COMPOSITION, chosen_variants
+from kvpolicy.evaluation.commands.terminal import plain_console
 from kvpolicy.evaluation.comparison.tables import byte_unit
-from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.estimate.cost import Estimate, estimate_cost
 from kvpolicy.evaluation.estimate.model_shape import LayerShape, ModelShape
 from kvpolicy.evaluation.estimate.shapes import load_shape
 from kvpolicy.evaluation.models import DTYPES
 from kvpolicy.evaluation.refusals import naming
 from kvpolicy.evaluation.results import as_json, check_file, write_all
+from kvpolicy.evaluation.variant import Variant
 
 # The paper's rates.
 PAPER_RATES = (0.1, 0.2)

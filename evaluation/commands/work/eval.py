@@ -8,9 +8,9 @@ from statistics import fmean
 import attrs
 from rich.console import Console
 
+from kvpolicy.evaluation.chosen import chosen_variants
 from kvpolicy.evaluation.commands.eval import EvalOptions
-from kvpolicy.evaluation.commands.work.terminal import load_quietly, plain_console, progress_shown
-from kvpolicy.evaluation.comparison.chosen import chosen_variants
+from kvpolicy.evaluation.commands.terminal import load_quietly, plain_console, progress_shown
 from kvpolicy.evaluation.defaults import default_tsp_layer
 from kvpolicy.evaluation.suite.report.words import duration
 from kvpolicy.evaluation.suite.runner import Listener

@@ -5,14 +5,14 @@ from __future__ import annotations
 import attrs
 from rich.console import Console
 
+from kvpolicy.evaluation.chosen import chosen_variant
 from kvpolicy.evaluation.commands.export import ExportOptions
-from kvpolicy.evaluation.commands.work.terminal import load_shown, plain_console
-from kvpolicy.evaluation.comparison.chosen import chosen_variant
-from kvpolicy.evaluation.comparison.variant import Variant
+from kvpolicy.evaluation.commands.terminal import load_shown, plain_console
 from kvpolicy.evaluation.defaults import default_tsp_layer
 from kvpolicy.evaluation.prompt_tokens import reads_chat
 from kvpolicy.evaluation.readable import check_known, check_positions, positions_notes
-from kvpolicy.evaluation.tasks.prompts import read_prompt
+from kvpolicy.evaluation.text_files import read_prompt
+from kvpolicy.evaluation.variant import Variant
 from kvpolicy.integrations.transformers import ReadDocument
 from kvpolicy.integrations.vllm import export
 from kvpolicy.integrations.vllm.exporting import check_target
@@ -28,7 +28,7 @@ def run_export(options: ExportOptions) -> None:
     options.to.parent.mkdir(parents=True, exist_ok=True)
     check_target(options.to)
     text = read_prompt(options.prompt_file)
-    loaded = load_shown(options)
+    loaded = load_shown(options.model, dtype=options.dtype, device=options.device)
     chosen.check_model(loaded.model.config.num_hidden_layers)
     chat = reads_chat(loaded, options.chat)
     ids = loaded.tokenizer(text)["input_ids"]

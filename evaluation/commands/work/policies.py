@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from kvpolicy.evaluation.commands.work.terminal import plain_console
+from kvpolicy.evaluation.commands.terminal import plain_console
 from kvpolicy.registry import kind_of, parameters_of, registered
 
 KINDS = ("policy", "scorer", "selector", "propagation")

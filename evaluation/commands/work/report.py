@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvpolicy.evaluation.commands.report import PAGE, ReportOptions
-from kvpolicy.evaluation.commands.work.terminal import plain_console
+from kvpolicy.evaluation.commands.terminal import plain_console
 from kvpolicy.evaluation.suite.joining import differences, load_joined
 from kvpolicy.evaluation.suite.report import write_report
 

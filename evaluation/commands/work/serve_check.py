@@ -11,7 +11,7 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from kvpolicy.evaluation.commands.serve_check import ServeCheckOptions
-from kvpolicy.evaluation.commands.work.terminal import plain_console
+from kvpolicy.evaluation.commands.terminal import plain_console
 from kvpolicy.evaluation.defaults import DTYPE_NAMES
 from kvpolicy.evaluation.model_names import check_model_name
 from kvpolicy.integrations.vllm import DocumentError, ServedDocument

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvpolicy.evaluation.tasks.prompts import read_text
+from kvpolicy.evaluation.text_files import read_text
 
 # After a full stop and its quotes, if white space and then no small letter follow.
 _END = re.compile("(?:(?<=[.!?])|(?<=[.!?][\"'\u2019\u201d)\\]]))\\s+(?=[^a-z\\s])")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.evaluation.tasks.prompts import read_text
+from kvpolicy.evaluation.text_files import read_text
 
 DATASET = "LongBench"
 

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 
 from kvpolicy.evaluation.tasks.harness_tasks.essays import has_punkt, read_essays, sentences_of
-from kvpolicy.evaluation.tasks.prompts import read_text
+from kvpolicy.evaluation.text_files import read_text
 
 SEED = 42
 # The functions that make a task's samples, by name; each takes the number of samples.

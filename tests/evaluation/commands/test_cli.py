@@ -17,7 +17,7 @@ from kvpolicy.evaluation import load, needle_prompts
 from kvpolicy.evaluation.commands.app import app
 from kvpolicy.evaluation.commands.work import compare as command_compare
 from kvpolicy.evaluation.commands.work import generate as command_generate
-from kvpolicy.evaluation.commands.work.terminal import progress_shown
+from kvpolicy.evaluation.commands.terminal import progress_shown
 from kvpolicy.evaluation.comparison import rows
 from kvpolicy.evaluation.comparison.settings import SHOWN
 from kvpolicy.registry import registered

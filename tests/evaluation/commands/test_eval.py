@@ -213,7 +213,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(models, "load", load_none)
-    monkeypatch.setattr("kvpolicy.evaluation.commands.work.terminal.load", load_none)
+    monkeypatch.setattr("kvpolicy.evaluation.commands.terminal.load", load_none)
 
 
 @pytest.mark.usefixtures("no_model")

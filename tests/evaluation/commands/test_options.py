@@ -12,7 +12,7 @@ from kvpolicy import CachePolicy, DecodingEviction
 from kvpolicy.assignments import PartOption
 from kvpolicy.evaluation import load, needle_prompts
 from kvpolicy.evaluation.commands.options import with_options
-from kvpolicy.evaluation.comparison.chosen import chosen_variant, chosen_variants
+from kvpolicy.evaluation.chosen import chosen_variant, chosen_variants
 from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.policies import (
     TOVA,

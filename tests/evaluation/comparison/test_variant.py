@@ -8,8 +8,8 @@ import pytest
 from kvpolicy import CachePolicy, registry
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.evaluation import build_policy, variants
-from kvpolicy.evaluation.comparison.chosen import chosen_variants
-from kvpolicy.evaluation.comparison.variant import takes
+from kvpolicy.evaluation.chosen import chosen_variants
+from kvpolicy.evaluation.variant import takes
 from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.policies import ChunkKV, FastKV, FastV, FullContext, SnapKV, StreamingLLM
 from kvpolicy.registry import parameters_of
@@ -76,9 +76,7 @@ def test_third_party_factories(monkeypatch: pytest.MonkeyPatch) -> None:
         return SnapKV(*args, **kwargs)
 
     factories = {"anything": with_anything, "rated": with_rate}
-    monkeypatch.setattr(
-        "kvpolicy.evaluation.comparison.variant.registered", lambda kind=None: factories
-    )
+    monkeypatch.setattr("kvpolicy.evaluation.variant.registered", lambda kind=None: factories)
     monkeypatch.setattr("kvpolicy.registry.registered", lambda kind=None: factories)
     found = variants(rates=[0.1, 0.2])
     assert [each.label for each in found] == ["anything", "rated 0.1", "rated 0.2"]

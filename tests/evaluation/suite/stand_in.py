@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvpolicy.evaluation.comparison.variant import variants
+from kvpolicy.evaluation.variant import variants
 from kvpolicy.evaluation.suite.description import Description
 from kvpolicy.evaluation.suite.filling import expected_samples, fill
 from kvpolicy.evaluation.suite.folder import Results, load, opened

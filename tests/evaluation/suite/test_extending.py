@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvpolicy.evaluation.comparison.variant import variants
+from kvpolicy.evaluation.variant import variants
 from kvpolicy.evaluation.suite import Cell, Results, Summary, load, write_report
 from kvpolicy.evaluation.suite.description import Description
 from kvpolicy.evaluation.suite.filling import expected_samples, fill

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvpolicy.evaluation import Prompt, needle_prompts, read_prompts
-from kvpolicy.evaluation.tasks.prompts import read_text
+from kvpolicy.evaluation.text_files import read_text
 
 
 class WordTokenizer:

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from kvpolicy.evaluation.models import Loaded, load
-from kvpolicy.evaluation.options import LoadingOptions
-from kvpolicy.evaluation.progress import Progress
+from kvpolicy.evaluation.models import DEFAULT_NAME, Loaded, load
+from kvpolicy.evaluation.progress import Progress, silent
 
 
 def plain_console(*, stderr: bool = False) -> Console:
@@ -95,17 +94,26 @@ def progress_shown(
     return progress_bar(console) if console.is_terminal else progress_lines(console, quiet)
 
 
-def load_shown(options: LoadingOptions) -> Loaded:
-    """Load a model, and show on stderr that it is loading.
+def load_shown(name: str | None, *, dtype: str = "auto", device: str = "cpu") -> Loaded:
+    """Load a model, and show on stderr that it is loading, or how far a conversion is.
 
     Raises:
         ValueError: See `kvpolicy.evaluation.models.load`.
     """
-    with Console(stderr=True).status(f"loading model {options.model}"):
-        return load_quietly(options.model, dtype=options.dtype, device=options.device)
+    errors = Console(stderr=True)
+    with errors.status(f"loading model {name or DEFAULT_NAME}") as status:
+
+        def tell(stage: str, done: int, total: int) -> None:
+            status.update(f"{stage}, step {min(done + 1, total)} of {total}; it is done once")
+            if not errors.is_terminal and not done:
+                errors.print(f"{stage}; it is done once, in some 20 seconds", soft_wrap=True)
+
+        return load_quietly(name, dtype=dtype, device=device, progress=tell)
 
 
-def load_quietly(name: str, *, dtype: str, device: str) -> Loaded:
+def load_quietly(
+    name: str | None, *, dtype: str, device: str, progress: Progress = silent
+) -> Loaded:
     """Load a model without any output from Transformers.
 
     Raises:
@@ -117,4 +125,4 @@ def load_quietly(name: str, *, dtype: str, device: str) -> Loaded:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    return load(name, dtype=dtype, device=device)
+    return load(name, dtype=dtype, device=device, progress=progress)

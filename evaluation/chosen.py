@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 
 from kvpolicy.decoding import DecodingEviction
-from kvpolicy.evaluation.comparison.variant import Variant, leaves_layer_open, retention
-from kvpolicy.evaluation.options import PolicyOptions
+from kvpolicy.evaluation.policy_options import PolicyOptions
+from kvpolicy.evaluation.variant import Variant, leaves_layer_open, retention
 from kvpolicy.names import said
 from kvpolicy.policies.methods.method import Method, under_tokens
 from kvpolicy.policy import CachePolicy
@@ -216,7 +216,7 @@ def _check_taken(options: PolicyOptions, found: Sequence[Variant]) -> None:
     wanted |= {"retention_rate": "--rate"} if options.rates else {}
     wanted |= {"retention_tokens": "--retention-tokens"} if options.tokens else {}
     wrong = [
-        said(name, known, option) if name in options.assignments else option
+        said(name, known, option) if option.startswith("--set") else option
         for name, option in wanted.items()
         if name not in known
     ]
