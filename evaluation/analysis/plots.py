@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvpolicy.evaluation.analysis.attention import Overlap
 from kvpolicy.evaluation.analysis.distances import OutputDistances
-from kvpolicy.evaluation.analysis.oracle import TOP_SHARE, Ranking
 from kvpolicy.evaluation.extras import require
 
 if TYPE_CHECKING:
@@ -149,38 +148,6 @@ def _ways(axes: Axes, found: OutputDistances) -> None:
         axes.plot(
             found.layers, means, color=f"C{index}", marker="os"[index], markersize=5, label=label
         )
-
-
-def plot_rankings(rankings: Mapping[str, Ranking]) -> bytes:
-    """Plot by layer how well scorers rank tokens: rank correlation and share of top tokens found.
-
-    Args:
-        rankings: By scorer.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    figure = _figure(10.4, 4.2, "how well scorers rank the tokens that the answer attends to")
-    correlation, found = figure.subplots(1, 2)
-    for index, (name, ranking) in enumerate(rankings.items()):
-        style = {"color": f"C{index % 10}", "marker": "osD^v"[index % 5], "markersize": 5}
-        layers = list(ranking.spearman)
-        correlation.plot(layers, list(ranking.spearman.values()), label=name, **style)
-        found.plot(layers, [100 * share for share in ranking.found.values()], **style)
-    correlation.set_ylabel("Spearman's rank correlation")
-    found.axhline(100 * TOP_SHARE, color="grey", linestyle=":", label="chance")
-    found.set_ylabel(f"top {100 * TOP_SHARE:.0f}% of tokens found (%)")
-    found.set_ylim(-3, 103)
-    for axes in (correlation, found):
-        axes.set_xlabel(_LAYER)
-        _whole_numbers(axes)
-        axes.grid(alpha=0.3)
-    handles, labels = correlation.get_legend_handles_labels()
-    chance, word = found.get_legend_handles_labels()
-    figure.legend(
-        handles + chance, labels + word, loc="outside right center", ncols=1, frameon=False
-    )
-    return _png(figure)
 
 
 def _figure(width: float, height: float, title: str) -> Figure:

@@ -199,7 +199,7 @@ def write(analysis: Analysis, folder: Path) -> list[str]:
 
 
 def prompts_of(
-    settings: AnalysisSettings, texts: Sequence[str], loaded: Loaded, *, answer_len: int = 0
+    settings: AnalysisSettings, texts: Sequence[str], loaded: Loaded
 ) -> dict[str, list[Tensor]]:
     """Return token ids ``[1, context_len]`` of prompts by kind, from texts or the needle task.
 
@@ -207,7 +207,6 @@ def prompts_of(
         settings: What to analyse.
         texts: The prompts, from `check`; none for the needle task.
         loaded: The model.
-        answer_len: Tokens that it answers with at most.
 
     Raises:
         ValueError: They do not fit the settings or the model.
@@ -223,7 +222,7 @@ def prompts_of(
         for kind, group in kinds.items()
     }
     longest = max(prompt.shape[1] for group in checked.values() for prompt in group)
-    check_positions(loaded, longest, answer_len, beyond=settings.beyond_positions)
+    check_positions(loaded, longest, beyond=settings.beyond_positions)
     return checked
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from kvpolicy.evaluation.analysis.oracle_study import OracleSettings
 from kvpolicy.evaluation.analysis.study import Analysis, check, run, write
 from kvpolicy.evaluation.commands.analyze import AnalyzeOptions
 from kvpolicy.evaluation.commands.terminal import load_shown, progress_bar, show_written
-from kvpolicy.evaluation.commands.work.analyze_oracle import analyze_oracle
 
 # Number of columns beside the layer, so that a table fits 80 columns if k has six digits.
 MAX_COLUMNS = 6
@@ -18,11 +16,6 @@ MAX_COLUMNS = 6
 def run_analyze(options: AnalyzeOptions) -> None:
     """Do what `kvpolicy analyze` does."""
     settings, out = options.settings, options.out
-    if options.oracle:
-        wanted = {"answer_tokens": options.answer_tokens, "kernel_size": options.pool}
-        given = {name: value for name, value in wanted.items() if value is not None}
-        analyze_oracle(OracleSettings(settings, **given), options.scorers, out)
-        return
     texts = check(settings, out)
     loaded = load_shown(settings)
     with progress_bar() as progress:

@@ -52,7 +52,6 @@ def test_refused_options_import_nothing_heavy() -> None:
         ["compare", "--rate", "0.1", "--retention-tokens", "5"],
         ["compare", "--set", "window_size"],
         ["generate", "--prompt-file", "-", "--decoding-every", "4"],
-        ["analyze", "--kernel-size", "3"],
         ["generate"],
     ]
     done = subprocess.run(
@@ -80,7 +79,6 @@ def test_unknown_names_import_nothing_heavy() -> None:
             "selector": ["gqa"],
         },
         ("compare", "--propagation", "piramid"): {"propagation": ["piramid"]},
-        ("analyze", "--oracle", "--scorer", "key_norm", "--scorer", "x"): {"scorer": ["x"]},
     }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(list(lines))],

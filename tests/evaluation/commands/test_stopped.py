@@ -88,7 +88,6 @@ def test_a_finished_comparison_says_so(run: Run, tmp_path: Path) -> None:
         ("compare", "--out", "/proc/x"),
         ("calibrate", "--out", "/proc/x"),
         ("analyze", "--out", "/proc/x"),
-        ("analyze", "--oracle", "--out", "/proc/x"),
         ("eval", "--tasks", "needle_one_hop", "--out", "/proc/x"),
         ("estimate", "--config", "phi-4", "--context", "9", "--json", "/proc/x"),
     ],
