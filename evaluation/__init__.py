@@ -15,9 +15,11 @@ if TYPE_CHECKING:
         topk_overlap,
         window_attention,
     )
-    from kvpolicy.evaluation.analysis.distances import OutputDistances, output_distances
-    from kvpolicy.evaluation.calibration.choice import measure_tsp_distances, select_tsp_layer
-    from kvpolicy.evaluation.calibration.distances import Calibration, LayerDistance, TSPDistances
+    from kvpolicy.evaluation.analysis.distances import (
+        OutputDistances,
+        output_distances,
+        tsp_candidates,
+    )
     from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy
     from kvpolicy.evaluation.comparison.latency import Latencies, Phase, Timing, measure_latency
     from kvpolicy.evaluation.comparison.rows import Comparison, Row, compare
@@ -46,12 +48,10 @@ else:
                 "topk_overlap",
                 "window_attention",
             ),
-            "kvpolicy.evaluation.analysis.distances": ("OutputDistances", "output_distances"),
-            "kvpolicy.evaluation.calibration.choice": ("measure_tsp_distances", "select_tsp_layer"),
-            "kvpolicy.evaluation.calibration.distances": (
-                "Calibration",
-                "LayerDistance",
-                "TSPDistances",
+            "kvpolicy.evaluation.analysis.distances": (
+                "OutputDistances",
+                "output_distances",
+                "tsp_candidates",
             ),
             "kvpolicy.evaluation.comparison.accuracy": ("Score", "measure_accuracy"),
             "kvpolicy.evaluation.comparison.latency": (
@@ -78,12 +78,10 @@ else:
     )
 
 __all__ = [
-    "Calibration",
     "Comparison",
     "Estimate",
     "HeldOut",
     "Latencies",
-    "LayerDistance",
     "LayerShape",
     "Loaded",
     "ModelShape",
@@ -95,7 +93,6 @@ __all__ = [
     "Row",
     "Score",
     "Sweep",
-    "TSPDistances",
     "Timing",
     "Variant",
     "attention_recall",
@@ -106,15 +103,14 @@ __all__ = [
     "load_shape",
     "measure_accuracy",
     "measure_latency",
-    "measure_tsp_distances",
     "needle_prompts",
     "output_distances",
     "read_prompts",
-    "select_tsp_layer",
     "shape_of",
     "sweep_rates",
     "sweep_tsp_layers",
     "topk_overlap",
+    "tsp_candidates",
     "variants",
     "window_attention",
 ]

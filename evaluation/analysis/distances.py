@@ -1,84 +1,114 @@
-"""Measure how far the output changes when tokens are dropped at a layer (FastKV, figure 3)."""
+"""Measure how far the output moves if tokens are dropped at a layer, and choose a layer by it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING
 
 import attrs
 from torch import Tensor
 
 from kvpolicy.evaluation.analysis.attention import top_tokens
-from kvpolicy.evaluation.analysis.forward import final_state, layer_saliencies
-from kvpolicy.evaluation.analysis.inputs import check_layers, check_prompts
+from kvpolicy.evaluation.analysis.inputs import (
+    check_criterion,
+    check_layer,
+    check_layers,
+    check_prompts,
+)
+from kvpolicy.evaluation.analysis.prefill import final_state, layer_saliencies, states_after_drops
+from kvpolicy.evaluation.defaults import TOLERANCE
 from kvpolicy.evaluation.progress import Progress, silent
+from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.policies import (
-    KeepAllSelector,
     LastQueryProductScorer,
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
-from kvpolicy.policy import CachePolicy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# The published settings of the two methods.
-_MAX_POOL = 7
-_AVERAGE_POOL = 5
-
 
 @attrs.frozen
 class OutputDistances:
-    """How far the output moves from full context's when tokens are dropped at each layer.
+    """How far the output moves from full context's if tokens are dropped at each layer.
 
-    A distance is ``||h_full - h|| / ||h_full||`` of the last token's final hidden states.
+    A distance is ``|h_full - h| / |h_full|``, where ``h`` is the last token's hidden state after
+    the final norm: 0.1 is a tenth of its length.
 
     Args:
         tsp_rate: Fraction of a prompt that goes on.
-        layers: The layers at which tokens are dropped.
-        tokens: For each prompt, the tokens that go on.
-        propagated: ``propagated[p][i]``: for prompt ``p``, token-selective propagation after layer
-            ``layers[i]``.
-        restarted: The same for a restart on as many tokens chosen at that layer.
+        num_layers: Layers of the model.
+        layers: The layers at which tokens are dropped, ascending.
+        lengths: Tokens of each prompt.
+        norms: ``|h_full|`` of each prompt.
+        propagated: ``propagated[i][p]``: for token-selective propagation after layer ``layers[i]``
+            and prompt ``p``.
+        restarted: The same for a restart on as many tokens chosen there; empty if not measured.
     """
 
     tsp_rate: float
+    num_layers: int
     layers: tuple[int, ...]
-    tokens: tuple[int, ...]
+    lengths: tuple[int, ...]
+    norms: tuple[float, ...]
     propagated: tuple[tuple[float, ...], ...]
-    restarted: tuple[tuple[float, ...], ...]
+    restarted: tuple[tuple[float, ...], ...] = ()
 
     @property
-    def mean_propagated(self) -> tuple[float, ...]:
-        """The mean output distance, by layer, when tokens are dropped after that layer."""
-        return _means(self.propagated)
+    def squared(self) -> list[float]:
+        """By layer, ``|h_full - h|^2`` after propagation, the mean over the prompts."""
+        return [
+            fmean((far * norm) ** 2 for far, norm in zip(column, self.norms, strict=True))
+            for column in self.propagated
+        ]
 
     @property
-    def mean_restarted(self) -> tuple[float, ...]:
-        """The mean output distance, by layer, when prefill restarts on the tokens chosen there."""
-        return _means(self.restarted)
+    def normalised(self) -> list[float]:
+        """By layer, the squared distance after propagation, the mean over the prompts."""
+        return [fmean(far**2 for far in column) for column in self.propagated]
 
-    def as_data(self) -> dict[str, Any]:
-        """Return the distances and their settings as a dict for JSON."""
-        ways = (
-            ("propagation", self.mean_propagated, self.propagated),
-            ("restart", self.mean_restarted, self.restarted),
+    @property
+    def compute_rates(self) -> list[float]:
+        """By layer, layer-tokens that prefill computes over those of a full prefill, in (0, 1]."""
+        count, rate = self.num_layers, self.tsp_rate
+        return [(layer + 1 + rate * (count - layer - 1)) / count for layer in self.layers]
+
+    def choose(self, criterion: str = "argmin", tolerance: float = TOLERANCE) -> int:
+        """Choose the layer after which FastKV drops tokens, among those measured.
+
+        Args:
+            criterion: ``"argmin"``, the paper's equation: the smallest of `squared`, the earliest
+                of equals. Distances tend to fall towards later layers, so that the last candidate
+                often decides. ``"earliest"``, the paper's text: the first layer that is close.
+            tolerance: Up to which of `normalised` ``"earliest"`` calls a layer close, above 0.
+
+        Raises:
+            TypeError: ``tolerance`` is no number.
+            ValueError: ``criterion`` is unknown, ``tolerance`` is not above 0 and finite, or no
+                layer is within it; then names the closest.
+
+        Example:
+            >>> far = ((0.7,), (0.09,), (0.05,))
+            >>> distances = OutputDistances(0.2, 6, (0, 1, 2), (1024,), (10.0,), far)
+            >>> distances.choose("argmin"), distances.choose("earliest")
+            (2, 1)
+        """
+        check_criterion(criterion, tolerance)
+        if criterion == "argmin":
+            return min(zip(self.squared, self.layers, strict=True))[1]
+        found = list(zip(self.normalised, self.layers, strict=True))
+        for far, layer in found:
+            if far <= tolerance:
+                return layer
+        far, closest = min(found)
+        raise ValueError(
+            f"tolerance must be reached by a TSP layer up to max_layer {self.layers[-1]}, but the "
+            f"closest, {closest}, is at {far:.3g}, got {tolerance:g}; raise tolerance or "
+            "max_layer, or choose by criterion 'argmin'"
         )
-        return {
-            "tsp_rate": self.tsp_rate,
-            "layers": list(self.layers),
-            "tokens": list(self.tokens),
-            **{
-                name: {"mean": list(mean), "prompts": [list(row) for row in rows]}
-                for name, mean, rows in ways
-            },
-        }
-
-
-def _means(rows: tuple[tuple[float, ...], ...]) -> tuple[float, ...]:
-    return tuple(sum(each) / len(each) for each in zip(*rows, strict=True))
 
 
 def output_distances(
@@ -86,84 +116,107 @@ def output_distances(
     inputs: Sequence[Sequence[int] | Tensor],
     tsp_rate: float = 0.2,
     *,
-    window_size: int = 8,
     layers: Sequence[int] | None = None,
+    window_size: int = 8,
+    kernel_size: int = 7,
+    protect: int = 0,
+    restart: bool = True,
     progress: Progress = silent,
 ) -> OutputDistances:
-    """Measure how much the model's output changes when tokens are dropped at each layer.
+    """Measure how far the model's output moves if tokens are dropped at each layer.
 
     *Propagation*: after the layer only the tokens chosen there go on, as in FastKV (saliency of
-    the window, max-pooled with kernel 7, averaged over all query heads; the window always goes on).
-    *Restart*: as many tokens, chosen there as in GemFilter (raw products of the last query with all
-    keys, summed over query heads, average-pooled with kernel 5; the last token always among them),
-    are read again from the start, at positions without gaps. Nothing is evicted from the cache in
-    either way, so that only the drop has an effect.
+    the window, max-pooled, averaged over all query heads; the window always goes on). *Restart*: as
+    many tokens, chosen there as in GemFilter (raw products of the last query with all keys, summed
+    over query heads, average-pooled with kernel 5; the last token always among them), are read
+    again from the start, at positions without gaps. Nothing is evicted in either way.
+
+    A prompt costs one full prefill, and for every layer those after it, on the tokens that go on. A
+    restart costs one more full prefill, and for every layer a prefill of the chosen tokens.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
-        inputs: Prompts, each ``[context_len]`` or ``[1, context_len]`` token ids, at least one.
+        inputs: Prompts, each ``[prompt_len]`` or ``[1, prompt_len]`` token ids without padding, at
+            least one, each longer than ``window_size``.
         tsp_rate: Fraction of a prompt that goes on, in (0, 1].
-        window_size: Tokens of the observation window, at most those of the shortest prompt.
-        layers: Layers to drop at; None for all. Each costs up to one prefill of every prompt.
-        progress: Told of every prompt and layer.
+        layers: Layers to drop at; None for all that see the whole context.
+        window_size: Tokens of the observation window, at least 1.
+        kernel_size: Width of the max-pooling, odd.
+        protect: First tokens that always go on, at least 0.
+        restart: Whether restarts are measured too.
+        progress: Told of every prompt.
 
     Raises:
         TypeError: An argument is not of its type.
-        ValueError: There are no prompts, one is empty, outside the vocabulary or shorter than the
-            window, or a rate or layer is out of its range; the model is in training mode, or
-            returns no finite numbers.
+        ValueError: An argument is out of its range, the model is in training mode, or it returns no
+            finite numbers.
+        UnsupportedModelError: `PolicyCache` cannot be attached to the model, or tokens cannot be
+            dropped after one of the layers.
 
-    Source: FastKV (arXiv 2502.01068), figure 3.
+    Source: FastKV (arXiv 2502.01068), figure 3, and section 3 for the choice of a layer.
     """
+    scorer = WindowMaxPoolScorer(window_size, kernel_size=kernel_size)
+    drop = TokenSelectivePropagation(tsp_rate=tsp_rate, window_size=window_size, protect=protect)
     prompts = check_prompts(model, inputs, window_size)
-    chosen = check_layers(layers, model.config.num_hidden_layers)
-    propagations = [
-        TokenSelectivePropagation(tsp_layer=layer, tsp_rate=tsp_rate, window_size=window_size)
-        for layer in chosen
-    ]
-    budget = propagations[0].budget
-    tokens = [
-        budget.count(seen_len=length, available=length, protected=window_size)
-        for length in (prompt.shape[1] for prompt in prompts)
-    ]
-    done, total = 0, len(prompts) * len(chosen)
-    propagated: list[tuple[float, ...]] = []
-    restarted: list[tuple[float, ...]] = []
-    for prompt, count in zip(prompts, tokens, strict=True):
-        products, full = layer_saliencies(
-            model, prompt, LastQueryProductScorer(kernel_size=_AVERAGE_POOL)
-        )
-        gone_on, read_again = [], []
-        for propagation, product in zip(propagations, products[list(chosen)], strict=True):
-            progress("output distances", done, total)
-            gone_on.append(_distance(full, _after_propagation(model, prompt, propagation)))
-            read_again.append(_distance(full, _after_restart(model, prompt, product, count)))
-            done += 1
-        propagated.append(tuple(gone_on))
-        restarted.append(tuple(read_again))
-    progress("output distances", total, total)
-    return OutputDistances(
-        float(tsp_rate), chosen, tuple(tokens), tuple(propagated), tuple(restarted)
-    )
+    lengths = tuple(prompt.shape[1] for prompt in prompts)
+    parts = ModelParts(model)
+    at = tuple(parts.eligible) if layers is None else check_layers(layers, parts.num_layers)
+    found: dict[int, list[float]] = {}
+    # The longest first, so that it fails at once if it does not fit the model or the memory.
+    for index in sorted(range(len(prompts)), key=lambda each: -lengths[each]):
+        progress("output distances", len(found), len(prompts))
+        full, states = states_after_drops(model, prompts[index], scorer, drop, at)
+        if restart:
+            always = min(window_size + protect, lengths[index])
+            kept = drop.budget.count(
+                seen_len=lengths[index], available=lengths[index], protected=always
+            )
+            states += _after_restarts(model, prompts[index], at, kept)
+        norm = float(full.norm())
+        far = [float((full - state).norm()) / (norm or math.nan) for state in states]
+        if not math.isfinite(norm + math.fsum(far)):
+            raise ValueError(
+                "model must return finite final hidden states other than 0, but for prompt "
+                f"{index} it does not; try another dtype"
+            )
+        found[index] = [norm, *far]
+    progress("output distances", len(prompts), len(prompts))
+    norms, *columns = zip(*(found[index] for index in range(len(prompts))), strict=True)
+    moved, again = tuple(columns[: len(at)]), tuple(columns[len(at) :])
+    return OutputDistances(float(tsp_rate), parts.num_layers, at, lengths, norms, moved, again)
 
 
-def _after_propagation(
-    model: PreTrainedModel, prompt: Tensor, propagation: TokenSelectivePropagation
-) -> Tensor:
-    scorer = WindowMaxPoolScorer(propagation.window_size, kernel_size=_MAX_POOL)
-    return final_state(model, prompt, CachePolicy(scorer, KeepAllSelector(), propagation))
+def _after_restarts(
+    model: PreTrainedModel, prompt: Tensor, layers: Sequence[int], count: int
+) -> list[Tensor]:
+    """Return the final state after a restart on the tokens chosen at each layer."""
+    products = layer_saliencies(model, prompt, LastQueryProductScorer(kernel_size=5))
+    products[:, -1] = math.inf  # the last token is always chosen
+    chosen = top_tokens(products[list(layers)], count).to(prompt.device)
+    return [final_state(model, prompt[:, tokens]) for tokens in chosen]
 
 
-def _after_restart(model: PreTrainedModel, prompt: Tensor, products: Tensor, count: int) -> Tensor:
-    chosen = top_tokens(products, count, protected_tail=1).to(prompt.device)
-    return final_state(model, prompt[:, chosen])
+def tsp_candidates(model: PreTrainedModel, max_layer: int | None = None) -> tuple[int, ...]:
+    """Return the layers after which FastKV may drop tokens: those that see the whole context.
 
+    Args:
+        model: A decoder-only model of Transformers.
+        max_layer: The last candidate; None for FastKV's default layer, ``num_layers // 2 - 1`` or
+            the nearest that sees the whole context.
 
-def _distance(full: Tensor, other: Tensor) -> float:
-    distance = float((full - other).norm() / full.norm())
-    if not math.isfinite(distance):
+    Raises:
+        TypeError: ``max_layer`` is not an int.
+        ValueError: It is outside the model, or before the first candidate.
+    """
+    parts = ModelParts(model)
+    if max_layer is None:
+        placed = TokenSelectivePropagation().placed(parts.num_layers, parts.eligible)
+        (max_layer,) = placed.acting_layers(parts.num_layers)
+    check_layer("max_layer", max_layer, parts.num_layers)
+    found = tuple(layer for layer in parts.eligible if layer <= max_layer)
+    if not found:
         raise ValueError(
-            "model must return finite final hidden states other than 0, but it does not; try "
-            "another dtype"
+            f"max_layer must be at least {parts.eligible[0]}, the first layer that sees the whole "
+            f"context, got {max_layer}"
         )
-    return distance
+    return found

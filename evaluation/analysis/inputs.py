@@ -1,7 +1,13 @@
-"""Check the inputs of an analysis before anything is computed."""
+"""Check the arguments of an analysis before anything is computed.
+
+Each function raises TypeError for what is of another type, and ValueError for what is out of its
+range, as the messages say.
+"""
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,156 +15,100 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.checks import check_count, check_kind
+from kvpolicy.evaluation.defaults import CRITERIA
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def check_prompt(model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> Tensor:
-    """Check that a model is in evaluation mode and that prompt token ids are in its vocabulary.
-
-    Args:
-        model: The model that is to read them.
-        input_ids: Token ids, ``[context_len]`` or ``[1, context_len]``.
+def check_prompts(
+    model: PreTrainedModel, inputs: Sequence[Sequence[int] | Tensor], window_size: int
+) -> list[Tensor]:
+    """Check a model, and prompts ``[prompt_len]`` or ``[1, prompt_len]`` longer than the window.
 
     Returns:
-        int64 ``[1, context_len]`` on the model's device.
-
-    Raises:
-        TypeError: ``model`` is no model, or the ids are not ints.
-        ValueError: There are none, the shape is another, or an id is outside the vocabulary; or
-            the model is in training mode.
+        For each, int64 ``[1, prompt_len]`` on the model's device.
     """
     check_kind("model", model, nn.Module)
     if model.training:
         raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
-    try:
-        tokens = torch.as_tensor(input_ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"input_ids must be the token ids of one prompt: {error}") from None
-    row = tokens[0] if tokens.ndim == 2 and tokens.shape[0] == 1 else tokens
-    if row.ndim != 1 or not row.numel():
-        raise ValueError(
-            "input_ids must be one prompt of at least one token, [context_len] or "
-            f"[1, context_len], got shape {list(tokens.shape)}"
-        )
-    if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
-        raise TypeError(f"input_ids must be ints, got {row.dtype}")
-    lowest, highest = int(row.min()), int(row.max())
-    vocabulary = int(model.get_input_embeddings().num_embeddings)
-    if lowest < 0 or highest >= vocabulary:
-        raise ValueError(
-            f"input_ids must be in [0, {vocabulary - 1}], the model's vocabulary, got "
-            f"{lowest if lowest < 0 else highest}"
-        )
-    return row.to(device=model.device, dtype=torch.int64)[None]
-
-
-def check_window(window_size: int, context_len: int) -> None:
-    """Check that a prompt has at least as many tokens as the observation window.
-
-    Raises:
-        TypeError: ``window_size`` is not an int.
-        ValueError: It is below 1, or the prompt is shorter.
-    """
     check_count("window_size", window_size, minimum=1)
-    if window_size > context_len:
-        raise ValueError(
-            f"window_size must be at most the prompt's {context_len} tokens, got {window_size}; "
-            "lower it or take a longer prompt"
-        )
-
-
-def check_prompts(
-    model: PreTrainedModel, inputs: Sequence[Sequence[int] | Tensor], window_size: int
-) -> list[Tensor]:
-    """Check several prompts' token ids, and that none is shorter than the observation window.
-
-    Returns:
-        See `check_prompt`, one for each.
-
-    Raises:
-        TypeError: See `check_prompt` and `check_window`.
-        ValueError: See `check_prompt` and `check_window`; or there are no prompts.
-    """
-    if not isinstance(inputs, (Sequence, Tensor)):
-        raise TypeError(f"inputs must be a sequence of prompts' token ids, got {inputs!r}")
-    prompts = [check_prompt(model, each) for each in inputs]
-    if not prompts:
+    if isinstance(inputs, str | Tensor) or not isinstance(inputs, Sequence):
+        got = type(inputs).__name__
+        raise TypeError(f"inputs must be a sequence of prompts' token ids, got {got}; pass a list")
+    if not inputs:
         raise ValueError("inputs must hold at least one prompt, got none")
-    check_window(window_size, min(prompt.shape[1] for prompt in prompts))
+    size = int(model.get_input_embeddings().num_embeddings)
+    prompts = []
+    for index, ids in enumerate(inputs):
+        name = f"prompt {index}"
+        try:
+            row = torch.as_tensor(ids)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{name} must be the token ids of one prompt: {error}") from None
+        row = row[0] if row.ndim == 2 and len(row) == 1 else row
+        if row.ndim != 1:
+            raise ValueError(
+                f"{name} must be [prompt_len] or [1, prompt_len], got shape "
+                f"{list(row.shape)}; pass the rows of a batch one by one"
+            )
+        if len(row) <= window_size:
+            raise ValueError(
+                f"{name} must be longer than window_size, {window_size} tokens, got {len(row)}"
+            )
+        if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
+            raise TypeError(f"{name} must be ints, got {row.dtype}")
+        for got in (int(row.min()), int(row.max())):
+            if not 0 <= got < size:
+                raise ValueError(f"{name} must be of token ids in [0, {size - 1}], got {got}")
+        prompts.append(row.to(device=model.device, dtype=torch.int64)[None])
     return prompts
 
 
-def check_saliency(saliency: Tensor, *axes: str) -> None:
-    """Check that a saliency is a floating-point tensor with the expected axes.
-
-    Raises:
-        TypeError: It is none.
-        ValueError: It has other axes, or one of them is empty.
-    """
-    check_kind("saliency", saliency, Tensor)
-    if not saliency.is_floating_point():
-        raise TypeError(f"saliency must be of floats, got {saliency.dtype}")
-    if saliency.ndim != len(axes) or not saliency.numel():
+def check_ks(attention: Tensor, *ks: int) -> None:
+    """Check the attention that each token gets at each layer, and numbers of top tokens."""
+    check_kind("attention", attention, Tensor)
+    if attention.ndim != 2 or not attention.numel():
         raise ValueError(
-            f"saliency must be [{', '.join(axes)}], none of them 0, got {list(saliency.shape)}"
+            "attention must be [num_layers, prompt_len], none of them 0, got "
+            f"{list(attention.shape)}; it is what window_attention returns"
         )
-
-
-def check_k(k: int, context_len: int, name: str = "k") -> None:
-    """Check that ``k``, a number of top tokens, is between 1 and a prompt's length.
-
-    Raises:
-        TypeError: It is not an int.
-        ValueError: It is below 1, or the prompt is shorter.
-    """
-    check_count(name, k, minimum=1)
-    if k > context_len:
-        raise ValueError(
-            f"{name} must be at most the prompt's {context_len} tokens, got {k}; lower it or take "
-            "a longer prompt"
-        )
-
-
-def check_ks(ks: Sequence[int], context_len: int) -> None:
-    """Check several numbers ``k`` of top tokens; see `check_k`.
-
-    Raises:
-        TypeError: They are no sequence, or one is not an int.
-        ValueError: There is none, or one is out of its range.
-    """
-    check_kind("ks", ks, Sequence)
-    if not len(ks):
-        raise ValueError("ks must hold at least one number of tokens, got none")
     for k in ks:
-        check_k(k, context_len, "each of ks")
+        check_k(k, attention.shape[1])
 
 
-def check_layers(layers: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
-    """Check that layer indices exist in the model.
+def check_k(k: int, prompt_len: int) -> None:
+    """Check a number of top tokens of a prompt."""
+    if check_count("k", k, minimum=1) > prompt_len:
+        raise ValueError(
+            f"k must be at most the prompt's {prompt_len} tokens, got {k}; lower it or take a "
+            "longer prompt"
+        )
 
-    Args:
-        layers: From 0, each once; None for all.
-        num_layers: Layers of the model.
 
-    Returns:
-        The layers, ascending.
+def check_layer(name: str, layer: int, num_layers: int) -> int:
+    """Check that a layer's index exists in a model, and return it."""
+    if check_count(name, layer) >= num_layers:
+        raise ValueError(
+            f"{name} must be in [0, {num_layers - 1}] for a model of {num_layers} layers, got "
+            f"{layer}"
+        )
+    return layer
 
-    Raises:
-        TypeError: One is not an int.
-        ValueError: There is none, one outside the model, or one twice.
-    """
-    if layers is not None:
-        check_kind("layers", layers, Sequence)
-    if layers is None:
-        return tuple(range(num_layers))
-    for layer in layers:
-        if check_count("each of layers", layer) >= num_layers:
-            raise ValueError(
-                f"each of layers must be in [0, {num_layers - 1}] for a model of {num_layers} "
-                f"layers, got {layer}"
-            )
+
+def check_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Check that layers exist in a model, each once; return them ascending."""
+    check_kind("layers", layers, Sequence)
     if not layers or len(set(layers)) < len(layers):
         raise ValueError(f"layers must hold at least one layer, each once, got {list(layers)}")
-    return tuple(sorted(layers))
+    return tuple(sorted(check_layer("each of layers", layer, num_layers) for layer in layers))
+
+
+def check_criterion(criterion: str, tolerance: float) -> None:
+    """Check the name of a criterion for choosing the drop layer, and its tolerance."""
+    if criterion not in CRITERIA:
+        raise ValueError(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
+    if isinstance(tolerance, bool) or not isinstance(tolerance, numbers.Real):
+        raise TypeError(f"tolerance must be a number above 0, got {tolerance!r}")
+    if not 0 < float(tolerance) < math.inf:
+        raise ValueError(f"tolerance must be above 0 and finite, got {tolerance}")

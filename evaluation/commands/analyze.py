@@ -3,25 +3,153 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from statistics import fmean
+from typing import Annotated, Any
 
-import attrs
+from kvpolicy.checks import check_rate
+from kvpolicy.evaluation.commands import measured, shared
+from kvpolicy.evaluation.commands.shared import Option
 
-from kvpolicy.evaluation.analysis.settings import AnalysisSettings
-from kvpolicy.evaluation.commands.working import work
-from kvpolicy.evaluation.options import Option
-
-
-@attrs.frozen(kw_only=True)
-class AnalyzeOptions:
-    """The command-line options of `kvpolicy analyze`."""
-
-    settings: AnalysisSettings
-    out: Annotated[
-        Path | None, Option("Folder to write the numbers and the pictures to.", metavar="DIR")
-    ] = None
+FILES = ("analyze.json", "analyze.png")
 
 
-def analyze(options: AnalyzeOptions) -> None:
+def analyze(
+    *,
+    prompt_file: Annotated[
+        list[Path] | None,
+        Option(
+            metavar="FILE",
+            help="File with one prompt as UTF-8 text, or - for standard input; repeatable.",
+        ),
+    ] = None,
+    prompts_file: measured.PromptsFile = None,
+    context: measured.Context = None,
+    count: measured.Count = None,
+    seed: measured.Seed = 0,
+    chat: shared.Chat = None,
+    k: Annotated[
+        int,
+        Option(
+            *("--top-k", "-k"),
+            min=1,
+            metavar="N",
+            help="Number of most attended tokens that are compared between layers.",
+        ),
+    ] = 64,
+    window_size: Annotated[
+        int, Option(min=1, metavar="N", help="Number of last tokens whose attention is measured.")
+    ] = 8,
+    tsp_rate: measured.TspRate = 0.2,
+    layers: Annotated[
+        list[int] | None,
+        Option(
+            "--layer",
+            min=0,
+            metavar="N",
+            help="Layer at which tokens are dropped, from 0; repeatable; default: all that see "
+            "the whole context.",
+        ),
+    ] = None,
+    model: shared.ModelName = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "cpu",
+    beyond_positions: shared.BeyondPositions = False,
+    threads: shared.Threads = None,
+    out: measured.Out = None,
+) -> None:
     """Show which tokens each layer attends to, and how dropping the others changes the output."""
-    work("analyze", options)
+    from kvpolicy.evaluation.text_files import read_prompt
+
+    check_rate("tsp_rate", tsp_rate)
+    if prompt_file and (prompts_file or count):
+        raise ValueError("--prompts-file and --count must not be given with --prompt-file")
+    threads = measured.check_before(
+        out, FILES, threads, prompts_file or next(iter(prompt_file or ()), None), context
+    )
+    texts = [read_prompt(path) for path in prompt_file or ()]
+
+    import torch
+
+    from kvpolicy.evaluation.analysis import attention as measuring
+    from kvpolicy.evaluation.analysis.distances import output_distances
+    from kvpolicy.evaluation.analysis.inputs import check_k, check_layers, check_prompts
+    from kvpolicy.evaluation.commands import terminal
+    from kvpolicy.evaluation.prompt_tokens import encode_prompt
+    from kvpolicy.evaluation.readable import check_positions, positions_notes
+
+    torch.set_num_threads(threads)
+    loaded = terminal.load_shown(model, dtype=dtype, device=device)
+    net = loaded.model
+    inputs = [encode_prompt(loaded, text, chat=chat) for text in texts]
+    inputs = inputs or measured.prompts_of(loaded, prompts_file, context, count, seed)
+    prompts = check_prompts(net, inputs, window_size)
+    lengths = [prompt.shape[1] for prompt in prompts]
+    check_positions(loaded, max(lengths), beyond=beyond_positions, remedy="shorter prompts")
+    check_k(k, min(lengths))
+    check_layers(layers or [0], net.config.get_text_config(decoder=True).num_hidden_layers)
+    ks = [it for it in (k // 4, k // 2, k, 2 * k, 4 * k) if 1 <= it <= min(lengths)]
+    pairs, shares = [], []
+    with terminal.progress_bar() as progress:
+        for done, prompt in enumerate(prompts):
+            progress("attention", done, len(prompts))
+            attention = measuring.window_attention(net, prompt, window_size)
+            pairs.append(torch.tensor(measuring.topk_overlap(attention, k).pairs))
+            shares.append(torch.tensor([*measuring.attention_recall(attention, ks).values()]))
+        distances = output_distances(
+            net, prompts, tsp_rate, layers=layers, window_size=window_size, progress=progress
+        )
+    overlap = measuring.Overlap(k, tuple(map(tuple, torch.stack(pairs).mean(dim=0).tolist())))
+    recall = dict(zip(ks, torch.stack(shares).mean(dim=0).tolist(), strict=True))
+    chance = fmean(k / length for length in lengths)
+    moved = {
+        layer: (fmean(one), fmean(other))
+        for layer, one, other in zip(
+            distances.layers, distances.propagated, distances.restarted, strict=True
+        )
+    }
+    console = terminal.plain_console()
+    heads = ["layer", "overlap", *(f"top {it:,}" for it in ks), "propagation", "restart"]
+    console.print("  ".join(heads), style="bold")
+    for layer, row in enumerate(overlap.pairs):
+        cells = [str(layer), f"{100 * row[layer + 1]:.1f}" if layer + 1 < len(row) else "-"]
+        cells += [f"{100 * held[layer]:.1f}" for held in recall.values()]
+        cells += [f"{far:.4f}" for far in moved[layer]] if layer in moved else ["-", "-"]
+        console.print("  ".join(cell.rjust(len(h)) for cell, h in zip(cells, heads, strict=True)))
+    console.print(
+        f"\noverlap: % of the {k:,} most attended tokens that a layer and the next have in common\n"
+        f"({100 * chance:.1f} by chance). top: % of a layer's attention that its top tokens get.\n"
+        f"Attention is that of the last {window_size} tokens, averaged over heads and "
+        f"{measured.tokens_of(lengths)}.\n"
+        "propagation, restart: ||h_full - h|| / ||h_full|| of the last token's final hidden\n"
+        f"state, if {100 * tsp_rate:g}% of the tokens go on after the layer, or if the prefill "
+        "restarts\non as many.",
+        style="dim",
+    )
+    apart = {name: means[1:] for name, means in overlap.by_distance().items()}
+    steps = [step for step in (1, 2, 4, 8, 16, 32) if step < len(overlap.pairs)]
+    if steps:
+        console.print(f"\noverlap % of layers apart{''.join(f'{step:>8}' for step in steps)}")
+    for name, means in apart.items() if steps else ():
+        cells = [f"{100 * means[s - 1]:.1f}" if s <= len(means) else "-" for s in steps]
+        console.print(f"{name:>25}" + "".join(f"{cell:>8}" for cell in cells))
+    for note in positions_notes(net, max(lengths)):
+        console.print(note)
+    if out is not None:
+        import attrs
+
+        from kvpolicy.evaluation.analysis.plots import plot_analysis
+        from kvpolicy.evaluation.results import as_json, environment, write_all
+
+        files = [str(path) for path in prompt_file or [prompts_file] if path]
+        data: dict[str, Any] = {
+            **{"model": loaded.name, "dtype": loaded.dtype, "window_size": window_size},
+            "prompts": {"files": files} if files else {"seed": seed},
+            "prompt_tokens": lengths,
+            "overlap": {**attrs.asdict(overlap), "chance": chance} | overlap.by_distance(),
+            "recall": recall,
+            "distances": attrs.asdict(distances),
+            **environment(net.device),
+        }
+        shown = plot_analysis(overlap, chance, recall, distances)
+        write_all(out, dict(zip(FILES, (as_json(data), shown), strict=True)))
+        terminal.show_written(out, FILES)

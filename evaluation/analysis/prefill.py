@@ -1,0 +1,187 @@
+"""Watch a prefill layer by layer, and compute the last token's state after drops at many layers.
+
+A policy that evicts and drops nothing is the window through which every layer's queries and keys
+are seen: no code of the model is copied, and attention is summed in blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from kvpolicy.context import LayerContext
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.interfaces import PropagationPolicy, Scorer
+from kvpolicy.policies import SinkAndRecentSelector, TokenSelectivePropagation
+from kvpolicy.policy import CachePolicy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# The arguments of a layer that have axes of tokens, and these axes.
+_TOKEN_AXES = {"attention_mask": (-2, -1), "position_ids": (-1,), "position_embeddings": (-2,)}
+
+
+@attrs.frozen(eq=False)
+class _Watch(PropagationPolicy):
+    """Passes all tokens on, and calls ``see`` at each of ``layers`` (None for all).
+
+    In messages it shows as ``of``, the policy whose choice is only noted.
+    """
+
+    see: Callable[[Tensor, LayerContext], None]
+    protected_tail: int = 1
+    layers: Collection[int] | None = None
+    of: PropagationPolicy | None = None
+
+    def __str__(self) -> str:
+        return str(self.of)
+
+    def acting_layers(self, num_layers: int) -> frozenset[int]:
+        return frozenset(range(num_layers) if self.layers is None else self.layers)
+
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> None:
+        assert saliency is not None
+        self.see(saliency, context)
+
+
+@torch.no_grad()
+def final_state(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    scorer: Scorer | None = None,
+    propagation: PropagationPolicy | None = None,
+) -> Tensor:
+    """Return the last token's hidden state after the decoder, which gives the next token's logits.
+
+    Args:
+        model: A decoder-only model of Transformers, in evaluation mode.
+        input_ids: int64 ``[1, prompt_len]``; their positions are ``0..prompt_len-1``.
+        scorer: Gives saliency; None for the plain model without a cache.
+        propagation: Chooses the tokens that later layers read, by the saliency.
+
+    Returns:
+        ``[hidden_size]``, float64 on the CPU: a distance is a small difference of states.
+    """
+    # The decoder alone: logits of all tokens would be larger than anything else here.
+    decoder: Any = model.get_decoder()
+    if scorer is None or propagation is None:
+        return _double(decoder(input_ids, use_cache=False).last_hidden_state[:, -1])
+    # A prefill's output does not depend on what is kept for decoding, so keep almost nothing.
+    keep_last = SinkAndRecentSelector(num_sinks=0, retention_tokens=1)
+    cache = PolicyCache(CachePolicy(scorer, keep_last, propagation))
+    with cache.attached(model):
+        output = decoder(input_ids, use_cache=True, cache=cache)
+    return _double(output.last_hidden_state[:, -1])
+
+
+def layer_saliencies(model: PreTrainedModel, input_ids: Tensor, scorer: Scorer) -> Tensor:
+    """Return every layer's saliency under full context, averaged over the heads.
+
+    Returns:
+        float32 ``[num_layers, prompt_len]`` on the CPU.
+    """
+    seen: list[Tensor] = []
+    tail = max(scorer.unscored_tail, 1)
+    watch = _Watch(lambda saliency, _: seen.append(saliency[0].mean(dim=0).cpu()), tail)
+    final_state(model, input_ids, scorer, watch)
+    return torch.stack(seen)
+
+
+@torch.no_grad()
+def states_after_drops(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    scorer: Scorer,
+    drop: TokenSelectivePropagation,
+    layers: Sequence[int],
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the last token's final state with full context, and for a drop after each layer.
+
+    One full prefill notes, at every one of ``layers``, which tokens go on, and their hidden states;
+    then the layers after it run on those tokens. A model whose layers cannot be run so, since they
+    take tensors that are unknown here or more than a norm follows them, is run anew for each.
+
+    Args:
+        model: A decoder-only model of Transformers, in evaluation mode.
+        input_ids: int64 ``[1, prompt_len]`` on the model's device.
+        scorer: Gives the saliency.
+        drop: How tokens are chosen; its own layer does not matter.
+        layers: Layers after which tokens are dropped.
+    """
+    decoder: Any = model.get_decoder()
+    modules, norm = getattr(decoder, "layers", ()), getattr(decoder, "norm", None)
+    passed: dict[int, Tensor | None] = {}  # tokens that go on after a layer; None for all
+    states: dict[int, Tensor] = {}  # of these tokens; at -1 the last token's, after the last layer
+    calls: list[dict[str, Any] | None] = []  # each layer's arguments
+
+    def choose(saliency: Tensor, context: LayerContext) -> None:
+        chosen = drop.propagate(saliency, context)
+        passed[context.layer_idx] = None if chosen is None else chosen[0]
+
+    def note(layer: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        tokens, left = passed.get(len(calls)), _states_of(output)
+        if tokens is not None:  # a copy, so that the states of dropped tokens are freed
+            states[len(calls)] = left.index_select(1, tokens.to(left.device))
+        states[-1] = left[:, -1:].clone()
+        calls.append(_arguments(args, kwargs))
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+        watch = _Watch(choose, drop.protected_tail, layers, drop)
+        full = final_state(model, input_ids, scorer, watch)
+    shared = len(calls) == len(modules) > 0 and None not in calls and norm is not None
+    if shared:
+        shared = bool((_double(norm(states[-1])) - full).norm() <= 0.01 * full.norm())
+
+    def after(layer: int) -> Tensor:
+        tokens = passed[layer]
+        if tokens is None:
+            return full
+        if not shared:
+            return final_state(model, input_ids, scorer, attrs.evolve(drop, tsp_layer=layer))
+        left = states.pop(layer)
+        for index in range(layer + 1, len(modules)):
+            left = _states_of(modules[index](left, **_cut(calls[index] or {}, tokens)))
+        return _double(norm(left[:, -1:]))
+
+    return full, [after(layer) for layer in layers]
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a layer's arguments without cache and states; None if one cannot be cut to tokens."""
+    kept = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    kept = {name: None if isinstance(it, Cache) else it for name, it in kept.items()}
+    unknown = [value for name, value in kept.items() if name not in _TOKEN_AXES]
+    mask = kept.get("attention_mask")
+    cut = len(args) < 2 and not any(isinstance(it, Tensor | tuple | list | dict) for it in unknown)
+    return kept if cut and (mask is None or getattr(mask, "ndim", 0) == 4) else None
+
+
+def _cut(arguments: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
+    """Return a layer's arguments with only some of the tokens left."""
+
+    def cut(value: Any, axes: tuple[int, ...]) -> Any:
+        if isinstance(value, tuple):
+            return tuple(cut(part, axes) for part in value)
+        for axis in axes if value is not None else ():
+            value = value.index_select(axis, tokens.to(value.device))
+        return value
+
+    return {name: cut(value, _TOKEN_AXES.get(name, ())) for name, value in arguments.items()}
+
+
+def _states_of(output: Any) -> Tensor:
+    states: Tensor = output[0] if isinstance(output, tuple) else output
+    return states
+
+
+def _double(state: Tensor) -> Tensor:
+    return state.flatten().float().cpu().double()
