@@ -27,22 +27,17 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Overlap:
-    """How many of their top-k tokens every two model layers have in common.
+    """How many of their ``k`` top tokens every two model layers have in common.
 
-    Args:
-        k: Tokens that each layer names.
-        pairs: ``pairs[a][b]``, the fraction ``|A & B| / k`` of the tokens of layer ``a`` that layer
-            ``b`` names too, in [0, 1].
+    ``pairs[a][b]`` is the fraction ``|A & B| / k`` of the tokens of layer ``a`` that layer ``b``
+    names too, in [0, 1].
     """
 
     k: int
     pairs: tuple[tuple[float, ...], ...]
 
     def by_distance(self) -> dict[str, tuple[float, ...]]:
-        """Return the mean overlap of layers that are 0, 1, 2, ... layers apart.
-
-        Returns:
-            For all layers, and from four layers on for the pairs within each half.
+        """Return the mean overlap of layers that are 0, 1, 2, ... apart: of all, and in each half.
 
         Example:
             >>> Overlap(4, ((1.0, 0.5, 0.25), (0.5, 1.0, 0.75), (0.25, 0.75, 1.0))).by_distance()
@@ -64,11 +59,7 @@ class Overlap:
 
 @attrs.frozen
 class _WindowAttention(Scorer):
-    """Scores all tokens by the attention of the last ones, not pooled and the window too.
-
-    So a head's saliency adds up to the window's length: what is measured is where attention goes,
-    not what a method would keep.
-    """
+    """Scores all tokens, the window too, by the window's attention without pooling."""
 
     num_queries: int
 
@@ -115,7 +106,7 @@ def topk_overlap(attention: Tensor, k: int) -> Overlap:
     attention over heads and does not say over which queries; in `window_attention` it is the
     window's, by which the method itself chooses. The window and the sinks compete like all others.
     """
-    check_ks(attention, k)
+    check_ks([k], attention.shape[1])
     named = torch.zeros(attention.shape, dtype=torch.float64)
     named.scatter_(1, top_tokens(attention, k), 1.0)
     return Overlap(k, tuple(map(tuple, (named @ named.T / k).tolist())))
@@ -128,16 +119,13 @@ def attention_recall(attention: Tensor, ks: Sequence[int]) -> dict[int, tuple[fl
         attention: float ``[num_layers, prompt_len]``, from `window_attention`.
         ks: Numbers of tokens, each in [1, prompt_len].
 
-    Returns:
-        For each k, a fraction in (0, 1] for every layer.
-
     Example:
         >>> attention_recall(torch.tensor([[1.0, 5.0, 2.0, 0.0]]), [1, 3])
         {1: (0.625,), 3: (1.0,)}
 
     Source: FastKV (arXiv 2502.01068), figure 1b.
     """
-    check_ks(attention, *ks)
+    check_ks(ks, attention.shape[1])
     ranked = attention.double().sort(dim=1, descending=True).values.cumsum(dim=1)
     return {k: tuple((ranked[:, k - 1] / ranked[:, -1]).tolist()) for k in ks}
 

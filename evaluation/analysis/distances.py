@@ -5,30 +5,42 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
 from torch import Tensor
 
 from kvpolicy.evaluation.analysis.attention import top_tokens
-from kvpolicy.evaluation.analysis.inputs import (
-    check_criterion,
-    check_layer,
-    check_layers,
-    check_prompts,
+from kvpolicy.evaluation.analysis.inputs import check_criterion, check_layers, check_prompts
+from kvpolicy.evaluation.analysis.prefill import (
+    final_state,
+    layer_saliencies,
+    showing,
+    states_after_drops,
 )
-from kvpolicy.evaluation.analysis.prefill import final_state, layer_saliencies, states_after_drops
 from kvpolicy.evaluation.defaults import TOLERANCE
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.integrations.transformers.model.parts import ModelParts
-from kvpolicy.policies import (
-    LastQueryProductScorer,
-    TokenSelectivePropagation,
-    WindowMaxPoolScorer,
-)
+from kvpolicy.policies import LastQueryProductScorer as LastQuery
+from kvpolicy.policies import TokenSelectivePropagation, WindowMaxPoolScorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class LayerDistance(NamedTuple):
+    """What a drop after ``tsp_layer`` costs and saves.
+
+    ``compute_rate``: layer-tokens of the prefill, over a full prefill's. ``squared``:
+    ``|h_full - h|^2``, the mean over the prompts. ``normalised``: the mean of ``|h_full - h|^2 /
+    |h_full|^2``, 0.01 for a tenth of the state's length; ``worst``: of the farthest prompt.
+    """
+
+    tsp_layer: int
+    compute_rate: float
+    squared: float
+    normalised: float
+    worst: float
 
 
 @attrs.frozen
@@ -36,7 +48,7 @@ class OutputDistances:
     """How far the output moves from full context's if tokens are dropped at each layer.
 
     A distance is ``|h_full - h| / |h_full|``, where ``h`` is the last token's hidden state after
-    the final norm: 0.1 is a tenth of its length.
+    the final norm.
 
     Args:
         tsp_rate: Fraction of a prompt that goes on.
@@ -58,35 +70,27 @@ class OutputDistances:
     restarted: tuple[tuple[float, ...], ...] = ()
 
     @property
-    def squared(self) -> list[float]:
-        """By layer, ``|h_full - h|^2`` after propagation, the mean over the prompts."""
-        return [
-            fmean((far * norm) ** 2 for far, norm in zip(column, self.norms, strict=True))
-            for column in self.propagated
-        ]
-
-    @property
-    def normalised(self) -> list[float]:
-        """By layer, the squared distance after propagation, the mean over the prompts."""
-        return [fmean(far**2 for far in column) for column in self.propagated]
-
-    @property
-    def compute_rates(self) -> list[float]:
-        """By layer, layer-tokens that prefill computes over those of a full prefill, in (0, 1]."""
-        count, rate = self.num_layers, self.tsp_rate
-        return [(layer + 1 + rate * (count - layer - 1)) / count for layer in self.layers]
+    def by_layer(self) -> list[LayerDistance]:
+        """What a drop after each layer costs and saves."""
+        rows = []
+        for layer, far in zip(self.layers, self.propagated, strict=True):
+            later = self.num_layers - layer - 1
+            rate = (layer + 1 + self.tsp_rate * later) / self.num_layers
+            parts = [each**2 for each in far]
+            squared = fmean(part * n**2 for part, n in zip(parts, self.norms, strict=True))
+            rows.append(LayerDistance(layer, rate, squared, fmean(parts), max(parts)))
+        return rows
 
     def choose(self, criterion: str = "argmin", tolerance: float = TOLERANCE) -> int:
         """Choose the layer after which FastKV drops tokens, among those measured.
 
         Args:
-            criterion: ``"argmin"``, the paper's equation: the smallest of `squared`, the earliest
+            criterion: ``"argmin"``, the paper's equation: the smallest ``squared``, the earliest
                 of equals. Distances tend to fall towards later layers, so that the last candidate
                 often decides. ``"earliest"``, the paper's text: the first layer that is close.
-            tolerance: Up to which of `normalised` ``"earliest"`` calls a layer close, above 0.
+            tolerance: The largest ``normalised`` that is close, above 0.
 
         Raises:
-            TypeError: ``tolerance`` is no number.
             ValueError: ``criterion`` is unknown, ``tolerance`` is not above 0 and finite, or no
                 layer is within it; then names the closest.
 
@@ -98,16 +102,15 @@ class OutputDistances:
         """
         check_criterion(criterion, tolerance)
         if criterion == "argmin":
-            return min(zip(self.squared, self.layers, strict=True))[1]
-        found = list(zip(self.normalised, self.layers, strict=True))
-        for far, layer in found:
-            if far <= tolerance:
-                return layer
-        far, closest = min(found)
+            return min(self.by_layer, key=lambda each: each.squared).tsp_layer
+        for each in self.by_layer:
+            if each.normalised <= tolerance:
+                return each.tsp_layer
+        closest = min(self.by_layer, key=lambda each: each.normalised)
         raise ValueError(
             f"tolerance must be reached by a TSP layer up to max_layer {self.layers[-1]}, but the "
-            f"closest, {closest}, is at {far:.3g}, got {tolerance:g}; raise tolerance or "
-            "max_layer, or choose by criterion 'argmin'"
+            f"closest, {closest.tsp_layer}, is at {closest.normalised:.3g}, got {tolerance:g}; "
+            "raise tolerance or max_layer, or choose by criterion 'argmin'"
         )
 
 
@@ -136,22 +139,19 @@ def output_distances(
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
-        inputs: Prompts, each ``[prompt_len]`` or ``[1, prompt_len]`` token ids without padding, at
-            least one, each longer than ``window_size``.
+        inputs: Token ids of prompts, each ``[prompt_len]`` or ``[1, prompt_len]`` without padding.
         tsp_rate: Fraction of a prompt that goes on, in (0, 1].
         layers: Layers to drop at; None for all that see the whole context.
-        window_size: Tokens of the observation window, at least 1.
+        window_size: Tokens of the observation window, at least 1, fewer than any prompt's.
         kernel_size: Width of the max-pooling, odd.
         protect: First tokens that always go on, at least 0.
         restart: Whether restarts are measured too.
         progress: Told of every prompt.
 
     Raises:
-        TypeError: An argument is not of its type.
         ValueError: An argument is out of its range, the model is in training mode, or it returns no
             finite numbers.
-        UnsupportedModelError: `PolicyCache` cannot be attached to the model, or tokens cannot be
-            dropped after one of the layers.
+        UnsupportedModelError: Tokens cannot be dropped in this model, or after one of the layers.
 
     Source: FastKV (arXiv 2502.01068), figure 3, and section 3 for the choice of a layer.
     """
@@ -160,18 +160,23 @@ def output_distances(
     prompts = check_prompts(model, inputs, window_size)
     lengths = tuple(prompt.shape[1] for prompt in prompts)
     parts = ModelParts(model)
-    at = tuple(parts.eligible) if layers is None else check_layers(layers, parts.num_layers)
+    at = (
+        tuple(parts.eligible)
+        if layers is None
+        else check_layers("layers", layers, parts.num_layers)
+    )
+    for layer in at:
+        policy = showing(scorer, propagation=attrs.evolve(drop, tsp_layer=layer))
+        parts.check_policy(policy, max(lengths))
     found: dict[int, list[float]] = {}
     # The longest first, so that it fails at once if it does not fit the model or the memory.
     for index in sorted(range(len(prompts)), key=lambda each: -lengths[each]):
         progress("output distances", len(found), len(prompts))
         full, states = states_after_drops(model, prompts[index], scorer, drop, at)
         if restart:
-            always = min(window_size + protect, lengths[index])
-            kept = drop.budget.count(
-                seen_len=lengths[index], available=lengths[index], protected=always
-            )
-            states += _after_restarts(model, prompts[index], at, kept)
+            length, always = lengths[index], min(window_size + protect, lengths[index])
+            count = drop.budget.count(seen_len=length, available=length, protected=always)
+            states += _after_restarts(model, prompts[index], at, count)
         norm = float(full.norm())
         far = [float((full - state).norm()) / (norm or math.nan) for state in states]
         if not math.isfinite(norm + math.fsum(far)):
@@ -190,7 +195,7 @@ def _after_restarts(
     model: PreTrainedModel, prompt: Tensor, layers: Sequence[int], count: int
 ) -> list[Tensor]:
     """Return the final state after a restart on the tokens chosen at each layer."""
-    products = layer_saliencies(model, prompt, LastQueryProductScorer(kernel_size=5))
+    products = layer_saliencies(model, prompt, LastQuery(kernel_size=5))
     products[:, -1] = math.inf  # the last token is always chosen
     chosen = top_tokens(products[list(layers)], count).to(prompt.device)
     return [final_state(model, prompt[:, tokens]) for tokens in chosen]
@@ -203,16 +208,12 @@ def tsp_candidates(model: PreTrainedModel, max_layer: int | None = None) -> tupl
         model: A decoder-only model of Transformers.
         max_layer: The last candidate; None for FastKV's default layer, ``num_layers // 2 - 1`` or
             the nearest that sees the whole context.
-
-    Raises:
-        TypeError: ``max_layer`` is not an int.
-        ValueError: It is outside the model, or before the first candidate.
     """
     parts = ModelParts(model)
     if max_layer is None:
         placed = TokenSelectivePropagation().placed(parts.num_layers, parts.eligible)
         (max_layer,) = placed.acting_layers(parts.num_layers)
-    check_layer("max_layer", max_layer, parts.num_layers)
+    check_layers("max_layer", [max_layer], parts.num_layers)
     found = tuple(layer for layer in parts.eligible if layer <= max_layer)
     if not found:
         raise ValueError(

@@ -65,43 +65,28 @@ def check_prompts(
     return prompts
 
 
-def check_ks(attention: Tensor, *ks: int) -> None:
-    """Check the attention that each token gets at each layer, and numbers of top tokens."""
-    check_kind("attention", attention, Tensor)
-    if attention.ndim != 2 or not attention.numel():
-        raise ValueError(
-            "attention must be [num_layers, prompt_len], none of them 0, got "
-            f"{list(attention.shape)}; it is what window_attention returns"
-        )
+def check_ks(ks: Sequence[int], prompt_len: int) -> None:
+    """Check numbers of top tokens of a prompt."""
     for k in ks:
-        check_k(k, attention.shape[1])
+        if check_count("k", k, minimum=1) > prompt_len:
+            raise ValueError(
+                f"k must be at most the prompt's {prompt_len} tokens, got {k}; lower it or take a "
+                "longer prompt"
+            )
 
 
-def check_k(k: int, prompt_len: int) -> None:
-    """Check a number of top tokens of a prompt."""
-    if check_count("k", k, minimum=1) > prompt_len:
-        raise ValueError(
-            f"k must be at most the prompt's {prompt_len} tokens, got {k}; lower it or take a "
-            "longer prompt"
-        )
-
-
-def check_layer(name: str, layer: int, num_layers: int) -> int:
-    """Check that a layer's index exists in a model, and return it."""
-    if check_count(name, layer) >= num_layers:
-        raise ValueError(
-            f"{name} must be in [0, {num_layers - 1}] for a model of {num_layers} layers, got "
-            f"{layer}"
-        )
-    return layer
-
-
-def check_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Check that layers exist in a model, each once; return them ascending."""
-    check_kind("layers", layers, Sequence)
-    if not layers or len(set(layers)) < len(layers):
-        raise ValueError(f"layers must hold at least one layer, each once, got {list(layers)}")
-    return tuple(sorted(check_layer("each of layers", layer, num_layers) for layer in layers))
+def check_layers(name: str, layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Check that a model has these layers; return them ascending, each once."""
+    check_kind(name, layers, Sequence)
+    if not layers:
+        raise ValueError(f"{name} must be at least one, got none")
+    for layer in layers:
+        if check_count(name, layer) >= num_layers:
+            raise ValueError(
+                f"{name} must be in [0, {num_layers - 1}] for a model of {num_layers} layers, got "
+                f"{layer}"
+            )
+    return tuple(sorted(set(layers)))
 
 
 def check_criterion(criterion: str, tolerance: float) -> None:

@@ -22,12 +22,8 @@ def plot_analysis(
 ) -> bytes:
     """Plot FastKV's figures 1a (two panels), 1b and 3; matplotlib must be installed.
 
-    Args:
-        overlap: Of the layers' top-k tokens.
-        chance: The overlap of two layers that choose at random.
-        recall: For each k, the share of attention of the top-k tokens by layer.
-        distances: Of the output, by layer; lines are means over the prompts, bands reach from the
-            nearest prompt to the farthest.
+    ``chance`` is the overlap of layers that choose at random; ``recall`` by k and layer. Distances
+    are means over the prompts, with bands from the nearest prompt to the farthest.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
@@ -57,6 +53,7 @@ def plot_analysis(
         at, colour = distances.layers, f"C{index}"
         moved.fill_between(at, [*map(min, found)], [*map(max, found)], alpha=0.2, color=colour)
         moved.plot(at, [*map(fmean, found)], f"{colour}o-", label=way)
+    moved.set_ylim(bottom=0)
     _label(moved, f"output distance, {100 * distances.tsp_rate:g}% of tokens go on")
     return png(figure)
 
@@ -67,19 +64,14 @@ def plot_calibration(
     """Plot how far the output moves if tokens are dropped after each layer; mark the chosen one.
 
     A distance of 0, as after the last layer, has no place on the axis and is left out.
-
-    Args:
-        distances: After propagation.
-        layer: The chosen layer.
-        tolerance: By which it was chosen, if it was.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.6, 4.2), layout="constrained")
     axes = figure.subplots()
-    worst = [max(column) ** 2 for column in distances.propagated]
-    for label, values in (("mean", distances.normalised), ("worst prompt", worst)):
-        axes.plot(distances.layers, [far or None for far in values], "o-", label=label)
+    for label, field in (("mean", "normalised"), ("worst prompt", "worst")):
+        values = [getattr(each, field) or float("nan") for each in distances.by_layer]
+        axes.plot(distances.layers, values, "o-", label=label)
     if tolerance is not None:
         axes.axhline(tolerance, color="black", linestyle="--", label="tolerance")
     axes.axvline(layer, color="grey", linestyle=":", label=f"chosen: layer {layer}")

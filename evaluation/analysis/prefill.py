@@ -1,12 +1,12 @@
 """Watch a prefill layer by layer, and compute the last token's state after drops at many layers.
 
-A policy that evicts and drops nothing is the window through which every layer's queries and keys
+A policy that drops nothing is the window through which every layer's queries and keys
 are seen: no code of the model is copied, and attention is summed in blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,10 @@ from transformers import Cache
 
 from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.interfaces import PropagationPolicy, Scorer
-from kvpolicy.policies import SinkAndRecentSelector, TokenSelectivePropagation
+from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.policies import PassAllPropagation, TokenSelectivePropagation
 from kvpolicy.policy import CachePolicy
+from kvpolicy.selection import compress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,56 +30,52 @@ _TOKEN_AXES = {"attention_mask": (-2, -1), "position_ids": (-1,), "position_embe
 
 
 @attrs.frozen(eq=False)
-class _Watch(PropagationPolicy):
-    """Passes all tokens on, and calls ``see`` at each of ``layers`` (None for all).
+class _Show(KVSelector):
+    """Calls a function with each layer's saliency; keeps only the prompt's last tokens.
 
-    In messages it shows as ``of``, the policy whose choice is only noted.
+    Eviction comes after a layer's attention, so a prefill does not depend on what is kept.
     """
 
-    see: Callable[[Tensor, LayerContext], None]
+    show: Callable[[Tensor, LayerContext], None]
     protected_tail: int = 1
-    layers: Collection[int] | None = None
-    of: PropagationPolicy | None = None
 
-    def __str__(self) -> str:
-        return str(self.of)
-
-    def acting_layers(self, num_layers: int) -> frozenset[int]:
-        return frozenset(range(num_layers) if self.layers is None else self.layers)
-
-    def propagate(self, saliency: Tensor | None, context: LayerContext) -> None:
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         assert saliency is not None
-        self.see(saliency, context)
+        self.show(saliency, context)
+        return compress(self.protected(context), min(self.protected_tail, context.key_len))
 
 
 @torch.no_grad()
 def final_state(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    scorer: Scorer | None = None,
-    propagation: PropagationPolicy | None = None,
+    model: PreTrainedModel, input_ids: Tensor, policy: CachePolicy | None = None
 ) -> Tensor:
     """Return the last token's hidden state after the decoder, which gives the next token's logits.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
         input_ids: int64 ``[1, prompt_len]``; their positions are ``0..prompt_len-1``.
-        scorer: Gives saliency; None for the plain model without a cache.
-        propagation: Chooses the tokens that later layers read, by the saliency.
+        policy: Applied while the prompt is read; None for the plain model without a cache.
 
     Returns:
         ``[hidden_size]``, float64 on the CPU: a distance is a small difference of states.
     """
     # The decoder alone: logits of all tokens would be larger than anything else here.
     decoder: Any = model.get_decoder()
-    if scorer is None or propagation is None:
+    if policy is None:
         return _double(decoder(input_ids, use_cache=False).last_hidden_state[:, -1])
-    # A prefill's output does not depend on what is kept for decoding, so keep almost nothing.
-    keep_last = SinkAndRecentSelector(num_sinks=0, retention_tokens=1)
-    cache = PolicyCache(CachePolicy(scorer, keep_last, propagation))
+    cache = PolicyCache(policy)
     with cache.attached(model):
-        output = decoder(input_ids, use_cache=True, cache=cache)
-    return _double(output.last_hidden_state[:, -1])
+        return _double(decoder(input_ids, use_cache=True, cache=cache).last_hidden_state[:, -1])
+
+
+def showing(
+    scorer: Scorer,
+    show: Callable[[Tensor, LayerContext], None] = lambda saliency, context: None,
+    propagation: PropagationPolicy | None = None,
+) -> CachePolicy:
+    """Return a policy for prefills only, which calls ``show`` with each layer's saliency."""
+    selector = _Show(show, max(scorer.unscored_tail, 1))
+    return CachePolicy(scorer, selector, propagation or PassAllPropagation())
 
 
 def layer_saliencies(model: PreTrainedModel, input_ids: Tensor, scorer: Scorer) -> Tensor:
@@ -88,9 +85,8 @@ def layer_saliencies(model: PreTrainedModel, input_ids: Tensor, scorer: Scorer) 
         float32 ``[num_layers, prompt_len]`` on the CPU.
     """
     seen: list[Tensor] = []
-    tail = max(scorer.unscored_tail, 1)
-    watch = _Watch(lambda saliency, _: seen.append(saliency[0].mean(dim=0).cpu()), tail)
-    final_state(model, input_ids, scorer, watch)
+    policy = showing(scorer, lambda saliency, _: seen.append(saliency[0].mean(dim=0).cpu()))
+    final_state(model, input_ids, policy)
     return torch.stack(seen)
 
 
@@ -107,13 +103,7 @@ def states_after_drops(
     One full prefill notes, at every one of ``layers``, which tokens go on, and their hidden states;
     then the layers after it run on those tokens. A model whose layers cannot be run so, since they
     take tensors that are unknown here or more than a norm follows them, is run anew for each.
-
-    Args:
-        model: A decoder-only model of Transformers, in evaluation mode.
-        input_ids: int64 ``[1, prompt_len]`` on the model's device.
-        scorer: Gives the saliency.
-        drop: How tokens are chosen; its own layer does not matter.
-        layers: Layers after which tokens are dropped.
+    The layer that ``drop`` names itself does not matter.
     """
     decoder: Any = model.get_decoder()
     modules, norm = getattr(decoder, "layers", ()), getattr(decoder, "norm", None)
@@ -122,11 +112,11 @@ def states_after_drops(
     calls: list[dict[str, Any] | None] = []  # each layer's arguments
 
     def choose(saliency: Tensor, context: LayerContext) -> None:
-        chosen = drop.propagate(saliency, context)
+        chosen = drop.propagate(saliency, context) if context.layer_idx in layers else None
         passed[context.layer_idx] = None if chosen is None else chosen[0]
 
     def note(layer: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        tokens, left = passed.get(len(calls)), _states_of(output)
+        tokens, left = passed.get(len(calls)), output[0] if isinstance(output, tuple) else output
         if tokens is not None:  # a copy, so that the states of dropped tokens are freed
             states[len(calls)] = left.index_select(1, tokens.to(left.device))
         states[-1] = left[:, -1:].clone()
@@ -135,8 +125,7 @@ def states_after_drops(
     with ExitStack() as stack:
         for module in modules:
             stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
-        watch = _Watch(choose, drop.protected_tail, layers, drop)
-        full = final_state(model, input_ids, scorer, watch)
+        full = final_state(model, input_ids, showing(scorer, choose))
     shared = len(calls) == len(modules) > 0 and None not in calls and norm is not None
     if shared:
         shared = bool((_double(norm(states[-1])) - full).norm() <= 0.01 * full.norm())
@@ -146,10 +135,12 @@ def states_after_drops(
         if tokens is None:
             return full
         if not shared:
-            return final_state(model, input_ids, scorer, attrs.evolve(drop, tsp_layer=layer))
+            policy = showing(scorer, propagation=attrs.evolve(drop, tsp_layer=layer))
+            return final_state(model, input_ids, policy)
         left = states.pop(layer)
         for index in range(layer + 1, len(modules)):
-            left = _states_of(modules[index](left, **_cut(calls[index] or {}, tokens)))
+            left = modules[index](left, **_cut(calls[index] or {}, tokens))
+            left = left[0] if isinstance(left, tuple) else left
         return _double(norm(left[:, -1:]))
 
     return full, [after(layer) for layer in layers]
@@ -176,11 +167,6 @@ def _cut(arguments: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
         return value
 
     return {name: cut(value, _TOKEN_AXES.get(name, ())) for name, value in arguments.items()}
-
-
-def _states_of(output: Any) -> Tensor:
-    states: Tensor = output[0] if isinstance(output, tuple) else output
-    return states
 
 
 def _double(state: Tensor) -> Tensor:

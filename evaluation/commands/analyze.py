@@ -40,16 +40,6 @@ def analyze(
         int, Option(min=1, metavar="N", help="Number of last tokens whose attention is measured.")
     ] = 8,
     tsp_rate: measured.TspRate = 0.2,
-    layers: Annotated[
-        list[int] | None,
-        Option(
-            "--layer",
-            min=0,
-            metavar="N",
-            help="Layer at which tokens are dropped, from 0; repeatable; default: all that see "
-            "the whole context.",
-        ),
-    ] = None,
     model: shared.ModelName = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "cpu",
@@ -60,19 +50,19 @@ def analyze(
     """Show which tokens each layer attends to, and how dropping the others changes the output."""
     from kvpolicy.evaluation.text_files import read_prompt
 
+    if prompt_file and (prompts_file or count or context):
+        raise ValueError(
+            "--prompt-file must not be given with --prompts-file, --context or --count"
+        )
     check_rate("tsp_rate", tsp_rate)
-    if prompt_file and (prompts_file or count):
-        raise ValueError("--prompts-file and --count must not be given with --prompt-file")
-    threads = measured.check_before(
-        out, FILES, threads, prompts_file or next(iter(prompt_file or ()), None), context
-    )
+    threads = measured.check_before(out, FILES, threads, prompts_file)
     texts = [read_prompt(path) for path in prompt_file or ()]
 
     import torch
 
     from kvpolicy.evaluation.analysis import attention as measuring
     from kvpolicy.evaluation.analysis.distances import output_distances
-    from kvpolicy.evaluation.analysis.inputs import check_k, check_layers, check_prompts
+    from kvpolicy.evaluation.analysis.inputs import check_ks, check_prompts
     from kvpolicy.evaluation.commands import terminal
     from kvpolicy.evaluation.prompt_tokens import encode_prompt
     from kvpolicy.evaluation.readable import check_positions, positions_notes
@@ -85,25 +75,25 @@ def analyze(
     prompts = check_prompts(net, inputs, window_size)
     lengths = [prompt.shape[1] for prompt in prompts]
     check_positions(loaded, max(lengths), beyond=beyond_positions, remedy="shorter prompts")
-    check_k(k, min(lengths))
-    check_layers(layers or [0], net.config.get_text_config(decoder=True).num_hidden_layers)
+    check_ks([k], min(lengths))
     ks = [it for it in (k // 4, k // 2, k, 2 * k, 4 * k) if 1 <= it <= min(lengths)]
-    pairs, shares = [], []
+    attention: list[torch.Tensor] = []
     with terminal.progress_bar() as progress:
-        for done, prompt in enumerate(prompts):
-            progress("attention", done, len(prompts))
-            attention = measuring.window_attention(net, prompt, window_size)
-            pairs.append(torch.tensor(measuring.topk_overlap(attention, k).pairs))
-            shares.append(torch.tensor([*measuring.attention_recall(attention, ks).values()]))
+        for prompt in prompts:
+            progress("attention", len(attention), len(prompts))
+            attention.append(measuring.window_attention(net, prompt, window_size))
         distances = output_distances(
-            net, prompts, tsp_rate, layers=layers, window_size=window_size, progress=progress
+            net, prompts, tsp_rate, window_size=window_size, progress=progress
         )
-    overlap = measuring.Overlap(k, tuple(map(tuple, torch.stack(pairs).mean(dim=0).tolist())))
-    recall = dict(zip(ks, torch.stack(shares).mean(dim=0).tolist(), strict=True))
+    pairs = [measuring.topk_overlap(each, k).pairs for each in attention]
+    shares = [list(measuring.attention_recall(each, ks).values()) for each in attention]
+    pair_means, share_means = (torch.tensor(each).mean(dim=0).tolist() for each in (pairs, shares))
+    overlap = measuring.Overlap(k, tuple(map(tuple, pair_means)))
+    recall = dict(zip(ks, share_means, strict=True))
     chance = fmean(k / length for length in lengths)
     moved = {
-        layer: (fmean(one), fmean(other))
-        for layer, one, other in zip(
+        layer: [f"{fmean(far):.4f}" for far in ways]
+        for layer, *ways in zip(
             distances.layers, distances.propagated, distances.restarted, strict=True
         )
     }
@@ -113,13 +103,13 @@ def analyze(
     for layer, row in enumerate(overlap.pairs):
         cells = [str(layer), f"{100 * row[layer + 1]:.1f}" if layer + 1 < len(row) else "-"]
         cells += [f"{100 * held[layer]:.1f}" for held in recall.values()]
-        cells += [f"{far:.4f}" for far in moved[layer]] if layer in moved else ["-", "-"]
+        cells += moved.get(layer, ["-", "-"])
         console.print("  ".join(cell.rjust(len(h)) for cell, h in zip(cells, heads, strict=True)))
     console.print(
         f"\noverlap: % of the {k:,} most attended tokens that a layer and the next have in common\n"
         f"({100 * chance:.1f} by chance). top: % of a layer's attention that its top tokens get.\n"
         f"Attention is that of the last {window_size} tokens, averaged over heads and "
-        f"{measured.tokens_of(lengths)}.\n"
+        f"{measured.described(prompts)}.\n"
         "propagation, restart: ||h_full - h|| / ||h_full|| of the last token's final hidden\n"
         f"state, if {100 * tsp_rate:g}% of the tokens go on after the layer, or if the prefill "
         "restarts\non as many.",
@@ -138,18 +128,13 @@ def analyze(
         import attrs
 
         from kvpolicy.evaluation.analysis.plots import plot_analysis
-        from kvpolicy.evaluation.results import as_json, environment, write_all
 
         files = [str(path) for path in prompt_file or [prompts_file] if path]
         data: dict[str, Any] = {
-            **{"model": loaded.name, "dtype": loaded.dtype, "window_size": window_size},
             "prompts": {"files": files} if files else {"seed": seed},
-            "prompt_tokens": lengths,
+            **{"prompt_tokens": lengths, "window_size": window_size},
             "overlap": {**attrs.asdict(overlap), "chance": chance} | overlap.by_distance(),
-            "recall": recall,
-            "distances": attrs.asdict(distances),
-            **environment(net.device),
+            **{"recall": recall, "distances": attrs.asdict(distances)},
         }
         shown = plot_analysis(overlap, chance, recall, distances)
-        write_all(out, dict(zip(FILES, (as_json(data), shown), strict=True)))
-        terminal.show_written(out, FILES)
+        measured.write(out, FILES, loaded, data, shown)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from kvpolicy.assignments import parse_assignments
 from kvpolicy.evaluation.commands import measured, shared
@@ -51,7 +51,7 @@ def calibrate(
     for name in drop:
         if name not in DROP:
             raise ValueError(f"--set must name one of {', '.join(DROP)} here, got {name}")
-    threads = measured.check_before(out, FILES, threads, prompts_file, context)
+    threads = measured.check_before(out, FILES, threads, prompts_file)
 
     import torch
 
@@ -70,28 +70,19 @@ def calibrate(
     loaded = terminal.load_shown(model, dtype=dtype, device=device)
     layers = measuring.tsp_candidates(loaded.model, max_layer)
     inputs = measured.prompts_of(loaded, prompts_file, context, count, seed)
-    longest = max(map(len, inputs))
+    longest = max(prompt.shape[1] for prompt in inputs)
     check_positions(loaded, longest, beyond=beyond_positions, remedy="shorter prompts")
     with terminal.progress_bar() as progress:
         found = measuring.output_distances(
             loaded.model, inputs, tsp_rate, layers=layers, restart=False, progress=progress, **drop
         )
-    columns: dict[str, Any] = {
-        "tsp_layer": layers,
-        "compute_rate": found.compute_rates,
-        "squared": found.squared,
-        "normalised": found.normalised,
-        "worst": [max(far) ** 2 for far in found.propagated],
-    }
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     console = terminal.plain_console()
     console.print("TSP layer  prefill %  distance  normalised     worst", style="bold")
-    for each in rows:
-        layer, rate, *far = each.values()
-        console.print("{:9}  {:9.1f}  {:8.3g}  {:10.3g}  {:8.3g}".format(layer, 100 * rate, *far))
+    for at, rate, *far in found.by_layer:
+        console.print("{:9}  {:9.1f}  {:8.3g}  {:10.3g}  {:8.3g}".format(at, 100 * rate, *far))
     console.print(
         f"\ndistance: of the last token's final hidden state at TSP rate {tsp_rate:g} from full\n"
-        f"context's, squared; the mean over {measured.tokens_of(found.lengths)}.\n"
+        f"context's, squared; the mean over {measured.described(inputs)}.\n"
         "normalised: over the squared norm of full context's state; worst: of a prompt.\n"
         "prefill: layer-tokens computed, of a full prefill's.",
         style="dim",
@@ -112,15 +103,13 @@ def calibrate(
     )
     if out is not None:
         from kvpolicy.evaluation.analysis.plots import plot_calibration
-        from kvpolicy.evaluation.results import as_json, environment, write_all
 
         data = {
-            **{"model": loaded.name, "dtype": loaded.dtype},
             "prompts": {"seed": seed} if prompts_file is None else {"file": str(prompts_file)},
-            **{"prompt_tokens": list(found.lengths), "tsp_rate": tsp_rate, "parameters": drop},
-            **{"criterion": criterion, "tolerance": tolerance, "tsp_layer": layer, "layers": rows},
-            **environment(loaded.model.device),
+            "prompt_tokens": list(found.lengths),
+            **{"tsp_rate": tsp_rate, "parameters": drop},
+            **{"criterion": criterion, "tolerance": tolerance, "tsp_layer": layer},
+            "layers": [each._asdict() for each in found.by_layer],
         }
         shown = plot_calibration(found, layer, tolerance if criterion == "earliest" else None)
-        write_all(out, dict(zip(FILES, (as_json(data), shown), strict=True)))
-        terminal.show_written(out, FILES)
+        measured.write(out, FILES, loaded, data, shown)

@@ -1,10 +1,10 @@
-"""What `kvpolicy analyze` and `kvpolicy calibrate` share: options, checks and prompts."""
+"""What `kvpolicy analyze` and `kvpolicy calibrate` share: options, prompts and files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvpolicy.evaluation.commands.shared import Option
 from kvpolicy.evaluation.extras import require
@@ -43,48 +43,51 @@ Out = Annotated[Path | None, Option(metavar="DIR", help="Folder to write numbers
 
 
 def check_before(
-    out: Path | None,
-    files: Sequence[str],
-    threads: int | None,
-    prompts: Path | None,
-    context: int | None,
+    out: Path | None, names: Sequence[str], threads: int | None, *files: Path | None
 ) -> int:
     """Check options before torch is imported; return the number of threads."""
     if out is not None:
-        check_folder(out, files)
+        check_folder(out, names)
         require("matplotlib", extra="plot")
-    if prompts is not None:
-        read_text(prompts, "prompts file")
-        if context is not None:
-            raise ValueError(
-                "--context must not be given with a file, whose prompts are read whole"
-            )
+    for file in files:
+        if file is not None:
+            read_text(file, "prompts file")
     return check_threads(default_threads() if threads is None else threads)
 
 
 def prompts_of(
     loaded: Loaded, file: Path | None, context: int | None, count: int | None, seed: int
 ) -> list[Tensor]:
-    """Return the token ids ``[prompt_len]`` of prompts from a file, or of made ones."""
+    """Return the token ids ``[1, prompt_len]`` of prompts from a file, or of made ones."""
     import torch
 
     from kvpolicy.evaluation.tasks.files import Files
     from kvpolicy.evaluation.tasks.needles import Needles
 
+    if file is not None and context is not None:
+        raise ValueError("--context must not be given with a file, whose prompts are read whole")
     if file is None:
         asked = Needles().questions(loaded.tokenizer, context or 1000, count or 8, seed)
     else:
         asked = Files(file).questions(loaded.tokenizer, 1 << 40, count or 1 << 40)
-    return [torch.tensor([*each.document_ids, *each.question_ids]) for each in asked]
+    return [torch.tensor([[*each.document_ids, *each.question_ids]]) for each in asked]
 
 
-def tokens_of(lengths: Sequence[int]) -> str:
-    """Return how many prompts there are and how long, as text.
-
-    Example:
-        >>> tokens_of([990]), tokens_of([990, 1000])
-        ('1 prompt of 990 tokens', '2 prompts of 990 to 1,000 tokens')
-    """
-    low, high = min(lengths), max(lengths)
+def described(prompts: Sequence[Tensor]) -> str:
+    """Return how many prompts there are and how long, as text."""
+    low, *_, high = sorted([prompt.shape[1] for prompt in prompts] * 2)
     span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-    return f"{len(lengths)} prompt{'s' * (len(lengths) > 1)} of {span} tokens"
+    return f"{len(prompts)} prompt{'s' * (len(prompts) > 1)} of {span} tokens"
+
+
+def write(
+    out: Path, names: Sequence[str], loaded: Loaded, data: Mapping[str, Any], picture: bytes
+) -> None:
+    """Write the numbers and the picture, both or neither, and say so."""
+    from kvpolicy.evaluation.commands.terminal import show_written
+    from kvpolicy.evaluation.results import as_json, environment, write_all
+
+    machine = environment(loaded.model.device)
+    numbers = as_json({"model": loaded.name, "dtype": loaded.dtype, **data, **machine})
+    write_all(out, dict(zip(names, (numbers, picture), strict=True)))
+    show_written(out, names)
