@@ -15,11 +15,7 @@ if TYPE_CHECKING:
         topk_overlap,
         window_attention,
     )
-    from kvpolicy.evaluation.analysis.distances import (
-        OutputDistances,
-        output_distances,
-        tsp_candidates,
-    )
+    from kvpolicy.evaluation.analysis.distances import OutputDistances, output_distances
     from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy
     from kvpolicy.evaluation.comparison.latency import Latencies, Phase, Timing, measure_latency
     from kvpolicy.evaluation.comparison.rows import Comparison, Row, compare
@@ -48,11 +44,7 @@ else:
                 "topk_overlap",
                 "window_attention",
             ),
-            "kvpolicy.evaluation.analysis.distances": (
-                "OutputDistances",
-                "output_distances",
-                "tsp_candidates",
-            ),
+            "kvpolicy.evaluation.analysis.distances": ("OutputDistances", "output_distances"),
             "kvpolicy.evaluation.comparison.accuracy": ("Score", "measure_accuracy"),
             "kvpolicy.evaluation.comparison.latency": (
                 "Latencies",
@@ -110,7 +102,6 @@ __all__ = [
     "sweep_rates",
     "sweep_tsp_layers",
     "topk_overlap",
-    "tsp_candidates",
     "variants",
     "window_attention",
 ]

@@ -1,8 +1,7 @@
 """Measure which tokens a model attends to, layer by layer.
 
 The questions behind token-selective propagation (FastKV, arXiv 2502.01068): do layers agree on
-which tokens matter (figure 1a), and how much attention do those tokens hold (figure 1b)? What it
-costs to drop the others is in `kvpolicy.evaluation.analysis.distances`.
+which tokens matter (figure 1a), and how much attention do those tokens hold (figure 1b)?
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.attention import causal_attention_sums
+from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
-from kvpolicy.evaluation.analysis.inputs import check_ks, check_prompts
-from kvpolicy.evaluation.analysis.prefill import layer_saliencies
+from kvpolicy.evaluation.analysis.prefill import check_prompts, layer_saliencies
 from kvpolicy.interfaces import Scorer
 
 if TYPE_CHECKING:
@@ -94,9 +93,8 @@ def topk_overlap(attention: Tensor, k: int) -> Overlap:
     Two layers that choose at random agree in ``k / prompt_len`` of them.
 
     Args:
-        attention: float ``[num_layers, prompt_len]``, from `window_attention`; among equals the
-            earlier token is named.
-        k: Tokens that each layer names, in [1, prompt_len].
+        attention: float ``[num_layers, prompt_len]``, from `window_attention`.
+        k: Tokens that each layer names, in [1, prompt_len]; of equals the earlier.
 
     Example:
         >>> topk_overlap(torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.5, 0.0, 0.2, 0.3]]), 2).pairs
@@ -134,3 +132,13 @@ def top_tokens(saliency: Tensor, count: int) -> Tensor:
     """Return the ``count`` most salient tokens of each row, ascending; of equals the earlier."""
     ranked = saliency.sort(dim=1, descending=True, stable=True).indices
     return ranked[:, :count].sort(dim=1).values
+
+
+def check_ks(ks: Sequence[int], prompt_len: int) -> None:
+    """Check numbers of top tokens of a prompt."""
+    for k in ks:
+        if check_count("k", k, minimum=1) > prompt_len:
+            raise ValueError(
+                f"k must be at most the prompt's {prompt_len} tokens, got {k}; lower it or take a "
+                "longer prompt"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,15 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import attrs
 from torch import Tensor
 
+from kvpolicy.checks import check_count
 from kvpolicy.evaluation.analysis.attention import top_tokens
-from kvpolicy.evaluation.analysis.inputs import check_criterion, check_layers, check_prompts
 from kvpolicy.evaluation.analysis.prefill import (
+    check_prompts,
     final_state,
     layer_saliencies,
     showing,
     states_after_drops,
 )
-from kvpolicy.evaluation.defaults import TOLERANCE
+from kvpolicy.evaluation.defaults import CRITERIA, TOLERANCE
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.policies import LastQueryProductScorer as LastQuery
@@ -119,7 +121,7 @@ def output_distances(
     inputs: Sequence[Sequence[int] | Tensor],
     tsp_rate: float = 0.2,
     *,
-    layers: Sequence[int] | None = None,
+    max_layer: int | None = None,
     window_size: int = 8,
     kernel_size: int = 7,
     protect: int = 0,
@@ -141,7 +143,8 @@ def output_distances(
         model: A decoder-only model of Transformers, in evaluation mode.
         inputs: Token ids of prompts, each ``[prompt_len]`` or ``[1, prompt_len]`` without padding.
         tsp_rate: Fraction of a prompt that goes on, in (0, 1].
-        layers: Layers to drop at; None for all that see the whole context.
+        max_layer: The last layer to drop at; None for FastKV's default layer. Layers that see only
+            a part of the context are left out.
         window_size: Tokens of the observation window, at least 1, fewer than any prompt's.
         kernel_size: Width of the max-pooling, odd.
         protect: First tokens that always go on, at least 0.
@@ -149,9 +152,8 @@ def output_distances(
         progress: Told of every prompt.
 
     Raises:
-        ValueError: An argument is out of its range, the model is in training mode, or it returns no
-            finite numbers.
-        UnsupportedModelError: Tokens cannot be dropped in this model, or after one of the layers.
+        ValueError: An argument is out of its range, or the model returns no finite numbers.
+        UnsupportedModelError: Tokens cannot be dropped in this model.
 
     Source: FastKV (arXiv 2502.01068), figure 3, and section 3 for the choice of a layer.
     """
@@ -160,14 +162,20 @@ def output_distances(
     prompts = check_prompts(model, inputs, window_size)
     lengths = tuple(prompt.shape[1] for prompt in prompts)
     parts = ModelParts(model)
-    at = (
-        tuple(parts.eligible)
-        if layers is None
-        else check_layers("layers", layers, parts.num_layers)
+    if max_layer is None:
+        placed = drop.placed(parts.num_layers, parts.eligible)
+        (max_layer,) = placed.acting_layers(parts.num_layers)
+    first, last = parts.eligible[0], parts.num_layers - 1
+    if not first <= check_count("max_layer", max_layer) <= last:
+        raise ValueError(
+            f"max_layer must be in [{first}, {last}], from the first layer that sees the whole "
+            f"context to the model's last, got {max_layer}"
+        )
+    at = tuple(layer for layer in parts.eligible if layer <= max_layer)
+    # If no layer sees the whole context, the message says so, and what would be possible.
+    parts.check_policy(
+        showing(scorer, propagation=attrs.evolve(drop, tsp_layer=first)), max(lengths)
     )
-    for layer in at:
-        policy = showing(scorer, propagation=attrs.evolve(drop, tsp_layer=layer))
-        parts.check_policy(policy, max(lengths))
     found: dict[int, list[float]] = {}
     # The longest first, so that it fails at once if it does not fit the model or the memory.
     for index in sorted(range(len(prompts)), key=lambda each: -lengths[each]):
@@ -201,23 +209,11 @@ def _after_restarts(
     return [final_state(model, prompt[:, tokens]) for tokens in chosen]
 
 
-def tsp_candidates(model: PreTrainedModel, max_layer: int | None = None) -> tuple[int, ...]:
-    """Return the layers after which FastKV may drop tokens: those that see the whole context.
-
-    Args:
-        model: A decoder-only model of Transformers.
-        max_layer: The last candidate; None for FastKV's default layer, ``num_layers // 2 - 1`` or
-            the nearest that sees the whole context.
-    """
-    parts = ModelParts(model)
-    if max_layer is None:
-        placed = TokenSelectivePropagation().placed(parts.num_layers, parts.eligible)
-        (max_layer,) = placed.acting_layers(parts.num_layers)
-    check_layers("max_layer", [max_layer], parts.num_layers)
-    found = tuple(layer for layer in parts.eligible if layer <= max_layer)
-    if not found:
-        raise ValueError(
-            f"max_layer must be at least {parts.eligible[0]}, the first layer that sees the whole "
-            f"context, got {max_layer}"
-        )
-    return found
+def check_criterion(criterion: str, tolerance: float) -> None:
+    """Check the name of a criterion for choosing the drop layer, and its tolerance."""
+    if criterion not in CRITERIA:
+        raise ValueError(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
+    if isinstance(tolerance, bool) or not isinstance(tolerance, numbers.Real):
+        raise TypeError(f"tolerance must be a number above 0, got {tolerance!r}")
+    if not 0 < float(tolerance) < math.inf:
+        raise ValueError(f"tolerance must be above 0 and finite, got {tolerance}")

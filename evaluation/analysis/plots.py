@@ -43,11 +43,11 @@ def plot_analysis(
         percents = [100 * mean for mean in means[1:]]
         apart.plot(range(1, len(means)), percents, f"C{index}o-", label=name)
     apart.axhline(100 * chance, color="grey", linestyle=":", label="chance")
-    _label(apart, f"mean {what}", "layers apart", percent=True)
+    _label(apart, f"mean {what}", "layers apart")
     for index, (k, shares) in enumerate(sorted(recall.items(), reverse=True)):
         shade, percents = colormaps["viridis"](0.2 * index), [100 * share for share in shares]
         held.plot(range(len(shares)), percents, "o-", color=shade, label=f"k = {k:,}")
-    _label(held, "share of attention of top-k tokens (%)", percent=True)
+    _label(held, "share of attention of top-k tokens (%)")
     ways = {"propagation (FastKV)": distances.propagated, "restart": distances.restarted}
     for index, (way, found) in enumerate(ways.items()):
         at, colour = distances.layers, f"C{index}"
@@ -80,11 +80,11 @@ def plot_calibration(
     return png(figure)
 
 
-def _label(axes: Axes, what: str, across: str = "layer", *, percent: bool = False) -> None:
+def _label(axes: Axes, what: str, across: str = "layer") -> None:
     axes.set_xlabel(across)
     axes.set_ylabel(what)
     axes.locator_params(axis="x", integer=True, min_n_ticks=1)
-    if percent:
+    if what.endswith("(%)"):
         axes.set_ylim(-3, 103)  # so that markers at the ends are not cut off
     if axes.get_legend_handles_labels()[0]:
         axes.grid(alpha=0.3)

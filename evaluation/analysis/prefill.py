@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
+from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
@@ -27,6 +28,46 @@ if TYPE_CHECKING:
 
 # The arguments of a layer that have axes of tokens, and these axes.
 _TOKEN_AXES = {"attention_mask": (-2, -1), "position_ids": (-1,), "position_embeddings": (-2,)}
+
+
+def check_prompts(
+    model: PreTrainedModel, inputs: Sequence[Sequence[int] | Tensor], window_size: int
+) -> list[Tensor]:
+    """Check a model and token ids of prompts longer than the window; return ``[1, prompt_len]``."""
+    check_kind("model", model, nn.Module)
+    if model.training:
+        raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
+    check_count("window_size", window_size, minimum=1)
+    if isinstance(inputs, str | Tensor) or not isinstance(inputs, Sequence):
+        got = type(inputs).__name__
+        raise TypeError(f"inputs must be a sequence of prompts' token ids, got {got}; pass a list")
+    if not inputs:
+        raise ValueError("inputs must hold at least one prompt, got none")
+    size = int(model.get_input_embeddings().num_embeddings)
+    prompts = []
+    for index, ids in enumerate(inputs):
+        name = f"prompt {index}"
+        try:
+            row = torch.as_tensor(ids)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{name} must be the token ids of one prompt: {error}") from None
+        row = row[0] if row.ndim == 2 and len(row) == 1 else row
+        if row.ndim != 1:
+            raise ValueError(
+                f"{name} must be [prompt_len] or [1, prompt_len], got shape "
+                f"{list(row.shape)}; pass the rows of a batch one by one"
+            )
+        if len(row) <= window_size:
+            raise ValueError(
+                f"{name} must be longer than window_size, {window_size} tokens, got {len(row)}"
+            )
+        if row.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be ints, got {row.dtype}")
+        for got in (int(row.min()), int(row.max())):
+            if not 0 <= got < size:
+                raise ValueError(f"{name} must be of token ids in [0, {size - 1}], got {got}")
+        prompts.append(row.to(device=model.device, dtype=torch.int64)[None])
+    return prompts
 
 
 @attrs.frozen(eq=False)
@@ -51,13 +92,8 @@ def final_state(
 ) -> Tensor:
     """Return the last token's hidden state after the decoder, which gives the next token's logits.
 
-    Args:
-        model: A decoder-only model of Transformers, in evaluation mode.
-        input_ids: int64 ``[1, prompt_len]``; their positions are ``0..prompt_len-1``.
-        policy: Applied while the prompt is read; None for the plain model without a cache.
-
-    Returns:
-        ``[hidden_size]``, float64 on the CPU: a distance is a small difference of states.
+    It is ``[hidden_size]``, float64 on the CPU: a distance is a small difference of states. Without
+    a policy the plain model reads ``input_ids``, ``[1, prompt_len]``, without a cache.
     """
     # The decoder alone: logits of all tokens would be larger than anything else here.
     decoder: Any = model.get_decoder()
@@ -79,11 +115,7 @@ def showing(
 
 
 def layer_saliencies(model: PreTrainedModel, input_ids: Tensor, scorer: Scorer) -> Tensor:
-    """Return every layer's saliency under full context, averaged over the heads.
-
-    Returns:
-        float32 ``[num_layers, prompt_len]`` on the CPU.
-    """
+    """Return the saliency averaged over the heads: float32 ``[num_layers, prompt_len]``, CPU."""
     seen: list[Tensor] = []
     policy = showing(scorer, lambda saliency, _: seen.append(saliency[0].mean(dim=0).cpu()))
     final_state(model, input_ids, policy)

@@ -51,9 +51,7 @@ def analyze(
     from kvpolicy.evaluation.text_files import read_prompt
 
     if prompt_file and (prompts_file or count or context):
-        raise ValueError(
-            "--prompt-file must not be given with --prompts-file, --context or --count"
-        )
+        raise ValueError("--prompt-file must be given without --prompts-file, --context, --count")
     check_rate("tsp_rate", tsp_rate)
     threads = measured.check_before(out, FILES, threads, prompts_file)
     texts = [read_prompt(path) for path in prompt_file or ()]
@@ -62,7 +60,7 @@ def analyze(
 
     from kvpolicy.evaluation.analysis import attention as measuring
     from kvpolicy.evaluation.analysis.distances import output_distances
-    from kvpolicy.evaluation.analysis.inputs import check_ks, check_prompts
+    from kvpolicy.evaluation.analysis.prefill import check_prompts
     from kvpolicy.evaluation.commands import terminal
     from kvpolicy.evaluation.prompt_tokens import encode_prompt
     from kvpolicy.evaluation.readable import check_positions, positions_notes
@@ -75,15 +73,16 @@ def analyze(
     prompts = check_prompts(net, inputs, window_size)
     lengths = [prompt.shape[1] for prompt in prompts]
     check_positions(loaded, max(lengths), beyond=beyond_positions, remedy="shorter prompts")
-    check_ks([k], min(lengths))
+    measuring.check_ks([k], min(lengths))
     ks = [it for it in (k // 4, k // 2, k, 2 * k, 4 * k) if 1 <= it <= min(lengths)]
     attention: list[torch.Tensor] = []
     with terminal.progress_bar() as progress:
         for prompt in prompts:
             progress("attention", len(attention), len(prompts))
             attention.append(measuring.window_attention(net, prompt, window_size))
+        last = net.config.get_text_config(decoder=True).num_hidden_layers - 1
         distances = output_distances(
-            net, prompts, tsp_rate, window_size=window_size, progress=progress
+            net, prompts, tsp_rate, max_layer=last, window_size=window_size, progress=progress
         )
     pairs = [measuring.topk_overlap(each, k).pairs for each in attention]
     shares = [list(measuring.attention_recall(each, ks).values()) for each in attention]
@@ -115,12 +114,10 @@ def analyze(
         "restarts\non as many.",
         style="dim",
     )
-    apart = {name: means[1:] for name, means in overlap.by_distance().items()}
     steps = [step for step in (1, 2, 4, 8, 16, 32) if step < len(overlap.pairs)]
-    if steps:
-        console.print(f"\noverlap % of layers apart{''.join(f'{step:>8}' for step in steps)}")
-    for name, means in apart.items() if steps else ():
-        cells = [f"{100 * means[s - 1]:.1f}" if s <= len(means) else "-" for s in steps]
+    console.print(f"\noverlap % of layers apart{''.join(f'{step:>8}' for step in steps)}")
+    for name, means in overlap.by_distance().items():
+        cells = [f"{100 * means[s]:.1f}" if s < len(means) else "-" for s in steps]
         console.print(f"{name:>25}" + "".join(f"{cell:>8}" for cell in cells))
     for note in positions_notes(net, max(lengths)):
         console.print(note)

@@ -68,13 +68,13 @@ def calibrate(
         raise ValueError(str(error)) from error
     torch.set_num_threads(threads)
     loaded = terminal.load_shown(model, dtype=dtype, device=device)
-    layers = measuring.tsp_candidates(loaded.model, max_layer)
     inputs = measured.prompts_of(loaded, prompts_file, context, count, seed)
     longest = max(prompt.shape[1] for prompt in inputs)
     check_positions(loaded, longest, beyond=beyond_positions, remedy="shorter prompts")
+    settings = {"max_layer": max_layer, "restart": False, **drop}
     with terminal.progress_bar() as progress:
         found = measuring.output_distances(
-            loaded.model, inputs, tsp_rate, layers=layers, restart=False, progress=progress, **drop
+            loaded.model, inputs, tsp_rate, progress=progress, **settings
         )
     console = terminal.plain_console()
     console.print("TSP layer  prefill %  distance  normalised     worst", style="bold")
@@ -94,13 +94,11 @@ def calibrate(
     except ValueError as error:
         left = "" if out is None else f"; nothing is written to {out}"
         raise ValueError(f"no TSP layer is chosen{left}: {error}") from None
-    why = f"the smallest distance of layers {layers[0]} to {layers[-1]}"
+    why = f"the smallest distance of layers {found.layers[0]} to {found.layers[-1]}"
     if criterion == "earliest":
         why = f"the earliest with a normalised distance of at most {tolerance:g}"
     console.print(f"\nTSP layer {layer}: {why}.")
-    console.print(
-        f"Use it as FastKV(tsp_layer={layer}), or --policy fastkv --set tsp_layer={layer}"
-    )
+    console.print(f"Use FastKV(tsp_layer={layer}), or --policy fastkv --set tsp_layer={layer}.")
     if out is not None:
         from kvpolicy.evaluation.analysis.plots import plot_calibration
 

@@ -75,8 +75,8 @@ def prompts_of(
 
 def described(prompts: Sequence[Tensor]) -> str:
     """Return how many prompts there are and how long, as text."""
-    low, *_, high = sorted([prompt.shape[1] for prompt in prompts] * 2)
-    span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    lengths = sorted({prompt.shape[1] for prompt in prompts})
+    span = " to ".join(f"{length:,}" for length in dict.fromkeys((lengths[0], lengths[-1])))
     return f"{len(prompts)} prompt{'s' * (len(prompts) > 1)} of {span} tokens"
 
 
