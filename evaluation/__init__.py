@@ -18,21 +18,7 @@ if TYPE_CHECKING:
     from kvpolicy.evaluation.analysis.distances import OutputDistances, output_distances
     from kvpolicy.evaluation.calibration.choice import measure_tsp_distances, select_tsp_layer
     from kvpolicy.evaluation.calibration.distances import Calibration, LayerDistance, TSPDistances
-    from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy
-    from kvpolicy.evaluation.comparison.latency import Latencies, Phase, Timing, measure_latency
-    from kvpolicy.evaluation.comparison.rows import Comparison, Row, compare
-    from kvpolicy.evaluation.comparison.sweep import (
-        HeldOut,
-        RateSweep,
-        Sweep,
-        sweep_rates,
-        sweep_tsp_layers,
-    )
-    from kvpolicy.evaluation.estimate.cost import Estimate, estimate_cost
-    from kvpolicy.evaluation.estimate.model_shape import LayerShape, ModelShape
-    from kvpolicy.evaluation.estimate.shapes import load_shape, shape_of
-    from kvpolicy.evaluation.models import Loaded, load
-    from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_prompts
+    from kvpolicy.evaluation.comparison.study import Comparison, Row, compare
     from kvpolicy.evaluation.variant import Variant, variants
     from kvpolicy.registry import build_policy
 else:
@@ -53,21 +39,7 @@ else:
                 "LayerDistance",
                 "TSPDistances",
             ),
-            "kvpolicy.evaluation.comparison.accuracy": ("Score", "measure_accuracy"),
-            "kvpolicy.evaluation.comparison.latency": (
-                "Latencies",
-                "Phase",
-                "Timing",
-                "measure_latency",
-            ),
-            "kvpolicy.evaluation.comparison.rows": ("Comparison", "Row", "compare"),
-            "kvpolicy.evaluation.comparison.sweep": (
-                "HeldOut",
-                "RateSweep",
-                "Sweep",
-                "sweep_rates",
-                "sweep_tsp_layers",
-            ),
+            "kvpolicy.evaluation.comparison.study": ("Comparison", "Row", "compare"),
             "kvpolicy.evaluation.variant": ("Variant", "variants"),
             "kvpolicy.evaluation.estimate.cost": ("Estimate", "estimate_cost"),
             "kvpolicy.evaluation.estimate.model_shape": ("LayerShape", "ModelShape"),
@@ -81,22 +53,15 @@ __all__ = [
     "Calibration",
     "Comparison",
     "Estimate",
-    "HeldOut",
-    "Latencies",
     "LayerDistance",
     "LayerShape",
     "Loaded",
     "ModelShape",
     "OutputDistances",
     "Overlap",
-    "Phase",
     "Prompt",
-    "RateSweep",
     "Row",
-    "Score",
-    "Sweep",
     "TSPDistances",
-    "Timing",
     "Variant",
     "attention_recall",
     "build_policy",
@@ -104,16 +69,12 @@ __all__ = [
     "estimate_cost",
     "load",
     "load_shape",
-    "measure_accuracy",
-    "measure_latency",
     "measure_tsp_distances",
     "needle_prompts",
     "output_distances",
     "read_prompts",
     "select_tsp_layer",
     "shape_of",
-    "sweep_rates",
-    "sweep_tsp_layers",
     "topk_overlap",
     "variants",
     "window_attention",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -16,11 +16,12 @@ from kvpolicy.evaluation.asking import Asked, check_fits
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.refusals import naming
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FullContext
 from kvpolicy.policy import CachePolicy
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
 FULL = "full context"
 """The name of full context where it is not among the policies."""
@@ -45,8 +46,6 @@ class Outcome:
         kept: Tokens that a layer held afterwards, mean over layers and KV heads.
         held_bytes: Bytes of their keys and values.
         full_bytes: Bytes that full context holds.
-        seconds: Time of reading under the policy.
-        cpu_seconds: Processor time of it, all threads together.
     """
 
     policy: str
@@ -60,8 +59,6 @@ class Outcome:
     kept: float
     held_bytes: int
     full_bytes: int
-    seconds: float
-    cpu_seconds: float
 
 
 @attrs.frozen(eq=False)
@@ -72,15 +69,11 @@ class Read:
         name: The policy's name.
         cache: What was kept.
         logits: ``[vocabulary]`` of the token that follows.
-        seconds: Time of reading.
-        cpu_seconds: Processor time of it.
     """
 
     name: str
     cache: PolicyCache
     logits: Tensor
-    seconds: float
-    cpu_seconds: float
 
 
 def caches_of(
@@ -101,12 +94,8 @@ def caches_of(
     for name, policy in policies.items():
         cache = PolicyCache(policy)
         with naming(name):
-            _wait(model)
-            start, cpu_start = time.perf_counter(), time.process_time()
-            logits = _append(model, cache, ids, last=True)[-1]
-            _wait(model)
-            seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-        yield Read(name, cache, logits, seconds, cpu_seconds)
+            logits = append(model, cache, ids, last=True)[-1]
+        yield Read(name, cache, logits)
 
 
 @torch.no_grad()
@@ -148,7 +137,7 @@ def outcomes(
             report = read.cache.report().total  # before anything is appended
             logits = read.logits
             if later and each.question_ids:
-                logits = _append(model, read.cache, each.question_ids, last=True)[-1]
+                logits = append(model, read.cache, each.question_ids, last=True)[-1]
             rows = _rows(model, copy.copy(read.cache), logits, each.answer_ids)
             reference = rows if reference is None else reference
             text = _answer(model, tokenizer, read.cache, logits, each)
@@ -165,8 +154,6 @@ def outcomes(
                 kept=report.kept,
                 held_bytes=report.held_bytes,
                 full_bytes=report.full_bytes,
-                seconds=read.seconds,
-                cpu_seconds=read.cpu_seconds,
             )
             done += 1
     progress("questions", done, total)
@@ -195,17 +182,24 @@ def divergence(reference: Tensor, rows: Tensor) -> float:
     return total / len(rows)
 
 
-def _append(
-    model: PreTrainedModel, cache: PolicyCache, ids: Sequence[int], *, last: bool = False
+def append(
+    model: PreTrainedModel, cache: Cache, ids: Sequence[int], *, last: bool = False
 ) -> Tensor:
     """Read ids into a cache and return the logits of all, or of the last ``[len, vocabulary]``.
 
-    The policy chooses in the first call; later ones append.
+    A policy chooses in the first call; later ones append.
+
+    Args:
+        model: A decoder-only model of Transformers, in evaluation mode.
+        cache: Ours, or one of Transformers.
+        ids: Token ids, at least one.
+        last: Whether only the last token's logits are needed.
     """
     tokens = torch.tensor([ids], device=model.device)
     keep = {"logits_to_keep": 1} if last and _keeps(model) else {}
-    with torch.no_grad(), cache.attached(model):
-        logits: Tensor = model(tokens, cache=cache, **keep).logits[0]
+    attached = cache.attached(model) if isinstance(cache, PolicyCache) else nullcontext()
+    with torch.no_grad(), attached:
+        logits: Tensor = model(tokens, **{CACHE: cache}, **keep).logits[0]
     return logits.float()
 
 
@@ -230,7 +224,7 @@ def _rows(
     """
     rows = logits[None]
     if len(answer) > 1:
-        rows = torch.cat([rows, _append(model, cache, answer[:-1])])
+        rows = torch.cat([rows, append(model, cache, answer[:-1])])
     return rows.log_softmax(1)
 
 
@@ -248,7 +242,7 @@ def _answer(
         if asked.question.one_line and "\n" in text.lstrip():
             break
         if len(ids) < asked.question.new_tokens:
-            logits = _append(model, cache, [token])[-1]
+            logits = append(model, cache, [token])[-1]
     return text
 
 
@@ -257,9 +251,3 @@ def _ends(model: PreTrainedModel, tokenizer: Any) -> set[int]:
     said = model.generation_config.eos_token_id
     several = said if isinstance(said, list) else [said]
     return {each for each in (*several, tokenizer.eos_token_id) if each is not None}
-
-
-def _wait(model: PreTrainedModel) -> None:
-    """Wait until a GPU has done its work, so that times are those of the work."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)

@@ -41,7 +41,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 )
 
 # Those that are written as plain functions.
-PLAIN = (generate,)
+PLAIN = (compare, generate)
 
 app = typer.Typer(
     name="kvpolicy",
