@@ -1,4 +1,4 @@
-"""Do the work of `kvpolicy estimate`."""
+"""Write estimates as a table for an 80-column terminal, with what it does not show in words."""
 
 from __future__ import annotations
 
@@ -6,25 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
-from rich.console import Console
 from rich.table import Table
 
-import kvpolicy
-from kvpolicy.evaluation.chosen import COMPOSITION, chosen_variants
-from kvpolicy.evaluation.commands.estimate import EstimateOptions
-from kvpolicy.evaluation.commands.terminal import plain_console
-from kvpolicy.evaluation.comparison.tables import byte_unit
-from kvpolicy.evaluation.estimate.cost import Estimate, estimate_cost
+from kvpolicy.evaluation.chosen import COMPOSITION
+from kvpolicy.evaluation.estimate.cost import Estimate
 from kvpolicy.evaluation.estimate.model_shape import LayerShape, ModelShape
-from kvpolicy.evaluation.estimate.shapes import load_shape
-from kvpolicy.evaluation.models import DTYPES
-from kvpolicy.evaluation.refusals import naming
-from kvpolicy.evaluation.results import as_json, check_file, write_all
 from kvpolicy.evaluation.variant import Variant
 
-# The paper's rates.
-PAPER_RATES = (0.1, 0.2)
 # Notes name at most this many layers.
 MAX_NAMED = 4
 LEGEND = (
@@ -32,57 +20,6 @@ LEGEND = (
     "kept: mean tokens per layer after the prompt. KV: their bytes, % of a full",
     "cache. answered KV: bytes after the answer.",
 )
-
-
-def run_estimate(options: EstimateOptions) -> None:
-    """Do what `kvpolicy estimate` does."""
-    if options.dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
-    context, json_file = options.context, options.json_file
-    if json_file is not None:
-        check_file("--json", json_file)
-    chosen = chosen_variants(options.policies, PAPER_RATES)
-    shape = load_shape(options.config)
-    found = [_counted(each, shape, options) for each in chosen]
-    head = headline(shape, found[0], options.dtype)
-    notes = notes_of(shape, context, [_placed(each, shape) for each in chosen])
-    console = Console(highlight=False, markup=False)
-    console.print(head, style="dim", soft_wrap=True)
-    console.print()
-    console.print(estimate_table(chosen, found))
-    console.print()
-    for line in LEGEND:
-        console.print(line, style="dim")
-    for note in notes:
-        console.print(note)
-    if json_file is not None:
-        settings = {
-            "config": options.config,
-            "context": context,
-            "answer_tokens": options.answer,
-            "dtype": options.dtype,
-        }
-        data = {
-            "kvpolicy": kvpolicy.__version__,
-            "settings": settings,
-            "model": attrs.asdict(shape),
-            "weight_bytes": found[0].weight_bytes,
-            "rows": [_row(*each) for each in zip(chosen, found, strict=True)],
-            "notes": [*LEGEND, *notes],
-        }
-        write_all(json_file.parent, {json_file.name: as_json(data)})
-        plain_console().print(f"\nwritten to {json_file}")
-
-
-def _counted(variant: Variant, shape: ModelShape, options: EstimateOptions) -> Estimate:
-    with naming(variant.label):
-        return estimate_cost(
-            variant.policy,
-            shape,
-            options.context,
-            answer_len=options.answer,
-            dtype=DTYPES[options.dtype],
-        )
 
 
 def headline(shape: ModelShape, found: Estimate, dtype: str) -> str:
@@ -115,6 +52,17 @@ def _layer_text(layer: LayerShape) -> str:
     if layer.state_elements:
         parts.append(f"a state of {layer.state_elements:,} numbers")
     return ", ".join(parts)
+
+
+def byte_unit(size: int) -> tuple[str, int]:
+    """Return the decimal unit, name and size, that shows a byte count with at most four digits.
+
+    Example:
+        >>> byte_unit(999), byte_unit(157_286), byte_unit(1_572_864)
+        (('B', 1), ('kB', 1000), ('MB', 1000000))
+    """
+    power = min(max(len(str(size)) - 1, 0) // 3, 4)
+    return ("B", "kB", "MB", "GB", "TB")[power], 1000**power
 
 
 def estimate_table(chosen: Sequence[Variant], found: Sequence[Estimate]) -> Table:
@@ -185,11 +133,6 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
     return notes
 
 
-def _placed(variant: Variant, shape: ModelShape) -> Variant:
-    """Return a copy of the policy variant, with a layer of this model for each layer left unset."""
-    return attrs.evolve(variant, policy=variant.policy.placed(shape.num_layers, shape.eligible))
-
-
 def _window_notes(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list[str]:
     """Return notes on sliding windows shorter than the prompt and on policies these exclude."""
     short = [i for i, each in enumerate(shape.layers) if (each.window or context) < context]
@@ -218,7 +161,8 @@ def _window_notes(shape: ModelShape, context: int, chosen: Sequence[Variant]) ->
     return notes
 
 
-def _row(variant: Variant, found: Estimate) -> dict[str, Any]:
+def row_data(variant: Variant, found: Estimate) -> dict[str, Any]:
+    """Return an estimate as a dict for JSON."""
     return {
         "policy": variant.name,
         "retention_rate": variant.retention_rate,
