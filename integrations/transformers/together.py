@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.forward.deferred_layers import choose
 from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
@@ -22,6 +24,8 @@ from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, Pass
 from kvpolicy.integrations.transformers.forward.plan import Arrival
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.forward.selecting import Select
+from kvpolicy.integrations.transformers.forward.staging import SharedStage
+from kvpolicy.integrations.transformers.model.attachment import carries
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -30,9 +34,12 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.integrations.transformers.surface import CACHE, CACHE_NAMES
 from kvpolicy.policies import FullContext
 from kvpolicy.policy import CachePolicy
+from kvpolicy.selection import gather_positions
 
 # Arguments of a model that `read_together` gives itself, or that ask for an output of all tokens.
 OWN_ARGUMENTS = frozenset({"labels", "logits_to_keep", "use_cache", *CACHE_NAMES})
+
+Read = Callable[[PolicyCache], Tensor | None]  # of a prompt; returns its last logits
 
 
 class ReadTogether(dict[str, PolicyCache]):
@@ -63,8 +70,11 @@ def read_together(
     attribute ``logits``.
 
     Policies that only evict share one forward of the model: at each layer, every policy chooses
-    among the same keys and values, which are held once and freed before the next layer. A policy
-    that drops tokens, restarts or reads its prompt twice reads it alone.
+    among the same keys and values, which are held once and freed before the next layer. Policies
+    that drop tokens once share the layers up to their drop; the tokens that go on are read by each
+    of them in the layers behind it. A policy that drops tokens more than once, restarts or reads
+    its prompt twice reads it alone. So does one that drops tokens, on a model whose layers cannot
+    be resumed (those that need `prefill_chunk_size` to be None under such a policy).
 
     No gradients are recorded.
 
@@ -117,29 +127,22 @@ def read_together(
     for name, policy in named.items():
         with _of_policy(name):
             caches[name] = PolicyCache(policy)
+
+    def read(cache: PolicyCache) -> Tensor | None:
+        logits = getattr(model(input_ids, **given, **{CACHE: cache}), "logits", None)
+        return logits[:, -1] if isinstance(logits, Tensor) else None
+
     with torch.no_grad(), ExitStack() as attached:
         for name, cache in caches.items():
             with _of_policy(name):
                 attached.enter_context(cache.attached(model))
-        followers = [
-            _Follower(name, each) for name, each in caches.items() if _only_evicts(each._reader)
-        ]
-        if len(followers) > 1:
-            leader = PolicyCache(FullContext())
-            attached.enter_context(leader.attached(model))
-            leading = _Leading(leader._reader, followers)
-            leader._reader.plan = leading.passes
-            logits = _logits(model(input_ids, **given, **{CACHE: leader}))
-            for each in followers:
-                with _of_policy(each.name):
-                    each.end(leader._reader)
-                found.logits |= {each.name: logits} if logits is not None else {}
+        logits = _shared({name: each for name, each in caches.items() if _may_share(each)}, read)
         for name, cache in caches.items():
-            if not cache.get_seq_length():
+            if name not in logits:
                 with _of_policy(name):
-                    logits = _logits(model(input_ids, **given, **{CACHE: cache}))
-                found.logits |= {name: logits} if logits is not None else {}
+                    logits[name] = read(cache)
     found.update(caches)
+    found.logits = {name: each for name in caches if (each := logits[name]) is not None}
     return found
 
 
@@ -177,16 +180,50 @@ def _of_policy(name: str) -> Iterator[None]:
         raise
 
 
-def _only_evicts(reader: ForwardDispatcher) -> bool:
-    """True if an attached cache's policy reads its prompt once, with all tokens in all layers."""
-    assert reader.facts is not None
-    return not reader.facts.acting and reader.facts.policy.rereading is None
+def _may_share(cache: PolicyCache) -> bool:
+    """True if an attached cache may follow another one's forward, at least in its first layers."""
+    facts = cache._reader.facts
+    assert facts is not None
+    if facts.restarts or facts.policy.rereading is not None:
+        return False
+    last = facts.parts.num_layers - 1
+    drops_once = len(facts.acting) == 1 and last not in facts.acting and not facts.policy.gapless
+    return drops_once or not facts.acting
 
 
-def _logits(output: Any) -> Tensor | None:
-    """Return the logits ``[batch, vocab_size]`` of the last token; None if there are none."""
-    logits = getattr(output, "logits", None)
-    return logits[:, -1] if isinstance(logits, Tensor) else None
+def _shared(caches: Mapping[str, PolicyCache], read: Read) -> dict[str, Tensor | None]:
+    """Read a prompt into several attached caches, with one forward for the layers they share.
+
+    Returns:
+        The logits of the prompt's last token, by name. A name is missing if its cache has read
+        nothing, since it must read alone.
+    """
+    followers = [_Follower(name, each) for name, each in caches.items()]
+    if len(followers) < 2:
+        return {}
+    leader, facts = PolicyCache(FullContext()), followers[0].facts
+    leading = _Leading(leader, followers)
+    leader._reader.plan = leading.passes
+    logits, found = None, dict[str, Tensor | None]()
+    with leader.attached(facts.parts.model), ExitStack() as hooks:
+        for index in {each.drop for each in followers if each.drop is not None}:
+            after = functools.partial(leading.after_drop, index)
+            handle = facts.parts.layers[index].register_forward_hook(after, with_kwargs=True)
+            hooks.callback(handle.remove)
+        with suppress(_Enough):
+            logits = read(leader)
+    for each in followers:
+        with _of_policy(each.name):
+            if each.drop is None:
+                each.end(leader._reader)
+                found[each.name] = logits
+            elif each.has_rest(read):
+                found[each.name] = each.logits
+    return found
+
+
+class _Enough(Exception):  # noqa: N818 -- not an error: it ends a forward early
+    """A signal, raised as an exception, that no later layer is shared."""
 
 
 @attrs.define(eq=False)
@@ -200,18 +237,33 @@ class _Follower:
     Attributes:
         select: What its policy does at each layer.
         at: The pass, as if it were the cache's own.
+        shared: What the layers up to its drop have left; None without a drop, or if the layers
+            behind it cannot be run later.
+        logits: ``[batch, vocab_size]``, if the cache has read the layers behind its drop.
     """
 
     name: str
     cache: PolicyCache
     select: Select = attrs.field(factory=Select, init=False)
     at: PassState = attrs.field(init=False)
+    shared: SharedStage | None = attrs.field(default=None, init=False)
+    logits: Tensor | None = attrs.field(default=None, init=False)
 
     @property
     def facts(self) -> ModelFacts:
+        """What is known of the model and of the policy placed on it."""
         facts = self.cache._reader.facts
         assert facts is not None
         return facts
+
+    @property
+    def drop(self) -> int | None:
+        """Index of the layer after which the policy drops tokens; None if it drops none."""
+        return min(self.facts.acting, default=None)
+
+    def follows(self, index: int) -> bool:
+        """True if all tokens of the prompt reach the layer with this index."""
+        return self.drop is None or index <= self.drop
 
     def begin(self, at: PassState) -> None:
         """Begin a pass of the leader's, which is at no layer yet."""
@@ -234,39 +286,78 @@ class _Follower:
             layer.show_as(leading)
         self.select.observe(self.at, index, inputs, stored)
 
-    def end(self, leader: ForwardDispatcher) -> None:
-        """Take over what the leader has read, once its forward has ended."""
-        reader, layers = self.cache._reader, self.cache.layers
-        tokens = self.select.finish(self.at)
-        for layer, leading in zip(layers, leader.layers, strict=True):
-            if layer.holds_more and not isinstance(layer, IndexedLayer):  # states, or images
+    def _take_over(self, leader: ForwardDispatcher) -> SeenTokens:
+        """Take over what layers hold beside keys and values; return the record of seen tokens."""
+        tokens, layers = self.select.finish(self.at), self.cache.layers
+        for index, (layer, leading) in enumerate(zip(layers, leader.layers, strict=True)):
+            beside = layer.holds_more and not isinstance(layer, IndexedLayer)  # states, or images
+            if beside and self.follows(index):
                 layer.restore(layer.contents, leading.beside(), tokens)
         follow(layers, tokens)
+        return tokens
+
+    def end(self, leader: ForwardDispatcher) -> None:
+        """End the leader's forward, in which all tokens have reached all layers."""
+        tokens, reader = self._take_over(leader), self.cache._reader
         if self.select.waiting:
-            choose(self.facts.policy, layers, self.select.waiting)
+            choose(self.facts.policy, self.cache.layers, self.select.waiting)
         reader.now, reader.filled_by = ReadState(tokens), leader.filled_by
+
+    def end_stage(self, leader: ForwardDispatcher, output: Any) -> None:
+        """Take the output of the dropping layer for the tokens that go on."""
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        of_tokens = (each.shape[:2] for each in others if isinstance(each, Tensor))
+        if hidden.ndim != 3 or hidden.shape[:2] in of_tokens:
+            return
+        reach, passed = self.at.reach, self.select.passed
+        slots = reach.everything() if passed is None else passed
+        self.shared = SharedStage(
+            slots,
+            gather_positions(reach.positions, slots),
+            reach.taken(hidden, slots),
+            drops=passed is not None,
+            tokens=self._take_over(leader),
+            history=self.select.history.taken(slots),
+        )
+
+    def has_rest(self, read: Read) -> bool:
+        """Read the layers behind the drop; return False, with an empty cache, if that cannot be."""
+        reader, shared, waiting = self.cache._reader, self.shared, self.select.waiting
+        if shared is not None:
+            reader.plan = lambda arrival: arrival.behind_drop(shared, waiting)
+            try:
+                self.logits = read(self.cache)
+                return True
+            except (UnsupportedModelError, UnsupportedGenerationError):
+                pass  # it reads alone, and is refused there if it must be
+            finally:
+                reader.plan = Arrival.passes
+        self.cache.reset()
+        return False
 
 
 class _Leading(Select):
     """A pass's choice to hold nothing itself, and to show each layer to the caches that follow.
 
     Args:
-        reader: The dispatcher of the leading cache.
-        followers: The caches.
+        cache: The leading cache.
+        followers: The others.
     """
 
-    def __init__(self, reader: ForwardDispatcher, followers: Sequence[_Follower]) -> None:
+    def __init__(self, cache: PolicyCache, followers: Sequence[_Follower]) -> None:
         super().__init__()
-        self._reader, self._followers = reader, followers
+        self._cache, self._followers = cache, followers
+        drops = [each.drop for each in followers]
+        # The last layer that is shared; None for the model's last one.
+        self._last = None if None in drops else max(each for each in drops if each is not None)
 
     def passes(self, arrival: Arrival) -> Passes:
         """Yield the pass of the leader's forward; see `Arrival.passes`."""
-        arriving = self._reader._arriving(ends=True)
+        reader = self._cache._reader
         for each in self._followers:
+            arriving = attrs.evolve(reader._arriving(ends=True), model=each.facts)
             with _of_policy(each.name):
-                attrs.evolve(arriving, model=each.facts).check(
-                    self._reader._given, arrival.incoming
-                )
+                arriving.check(reader._given, arrival.incoming)
         yield Pass(arrival.incoming, KeyUse.SELECT, self, main=True, features=arrival.features)
 
     def begin(self, at: PassState) -> None:
@@ -281,16 +372,33 @@ class _Leading(Select):
         asking = [each for each in self._followers if each.at.call.probe is not None]
         if not asking:
             return None
-        facts = asking[0].facts
-        return _Probes(facts.parts, facts.policy, False, False, followers=asking)
+        return _Probes(call.model.parts, call.model.policy, False, False, followers=asking)
 
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:
         """See `AtQueries.observe`."""
         for each in self._followers:
-            with _of_policy(each.name):
-                each.observe(index, inputs, stored, at.layers[index])
+            if each.follows(index):
+                with _of_policy(each.name):
+                    each.observe(index, inputs, stored, at.layers[index])
+
+    def after_drop(
+        self, index: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Hook after a layer at which followers drop tokens.
+
+        Raises:
+            _Enough: No policy shares a later layer.
+        """
+        if not carries(self._cache, args, kwargs):
+            return
+        for each in self._followers:
+            if each.drop == index:
+                with _of_policy(each.name):
+                    each.end_stage(self._cache._reader, output)
+        if index == self._last:
+            raise _Enough
 
     def finish(self, at: PassState) -> SeenTokens:
         """See `AtQueries.finish`."""
@@ -311,6 +419,7 @@ class _Probes(LayerProbe):
     def enter(self, index: int, module: Any, layer: PolicyLayer, *args: Any, **kwargs: Any) -> None:
         """See `LayerProbe.enter`; ``layer`` is the leader's."""
         for each in self.followers:
-            assert each.at.call.probe is not None
-            with _of_policy(each.name):
-                each.at.call.probe.enter(index, module, each.cache.layers[index], *args, **kwargs)
+            probe = each.at.call.probe
+            if probe is not None and each.follows(index):
+                with _of_policy(each.name):
+                    probe.enter(index, module, each.cache.layers[index], *args, **kwargs)

@@ -1,10 +1,7 @@
 """Many policies that read a prompt together, each beside the same policy that has read it alone."""
 
-import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -13,21 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpolicy import CachePolicy, LayerContext, Scorer, registered
-from kvpolicy.errors import UnsupportedModelError
+from kvpolicy import CachePolicy, registered
 from kvpolicy.integrations.transformers import PolicyCache, read_together
 from kvpolicy.policies import (
-    H2O,
-    AdaKV,
-    FastKV,
-    FullContext,
-    GemFilter,
-    GQAGroupSelector,
-    KVzip,
-    PassAllPropagation,
-    PyramidInfer,
     SnapKV,
-    StreamingLLM,
 )
 from tests.integrations.situations.models import KINDS, PLAIN, model_of
 from tests.integrations.situations.policies import BOUNDS, GAPLESS, TOGETHER
@@ -35,8 +21,6 @@ from tests.integrations.situations.policies import BOUNDS, GAPLESS, TOGETHER
 # Tokens of the prompts' rows, and of the second turn.
 LENGTHS, SECOND = (59, 31), 9
 TOLERANCE = 1e-5
-# A model of another kind may send tokens to other experts, or multiply in another order.
-TOLERANCE_OF_KINDS = 1e-4
 
 # Two budgets of every method, by the arguments that it takes.
 BUDGETS: tuple[dict[str, Any], ...] = (
@@ -146,7 +130,9 @@ class Pair:
     def step(self, ids: Tensor) -> Tensor:
         """Reads tokens with both; returns the next ones, which must be the same."""
         self.mask = torch.cat([self.mask, torch.ones_like(ids)], dim=1)
-        got, want = (forward(self.model, each, ids, self.mask) for each in (self.together, self.alone))
+        got, want = (
+            forward(self.model, each, ids, self.mask) for each in (self.together, self.alone)
+        )
         self.check_close(got, want)
         assert torch.equal(got[:, -1].argmax(-1), want[:, -1].argmax(-1))
         return want[:, -1:].argmax(-1)
