@@ -218,7 +218,7 @@ def test_a_policy_that_cannot_be_applied_is_named(
     model: PreTrainedModel, asked: list[Asked]
 ) -> None:
     far = FastKV(tsp_layer=9, tsp_rate=0.5, retention_rate=0.3)
-    with pytest.raises(ValueError, match="^far: "):
+    with pytest.raises(ValueError, match="^policy 'far': tsp_layer"):
         list(outcomes(model, char_tokenizer(), asked, {"far": far}))
 
 
