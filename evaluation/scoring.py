@@ -103,10 +103,16 @@ def outcomes(
             report = cache.report().total  # before anything is appended
             if later and each.question_ids:
                 logits = append(model, cache, each.question_ids, last=True)[-1]
-            rows = _rows(model, copy.copy(cache), logits, each.answer_ids)
+            question, right = each.question, torch.tensor(each.answer_ids, device=logits.device)
+            answered = copy.copy(cache)
+            rows = _rows(model, answered, logits, each.answer_ids)
             reference = rows if reference is None else reference
-            text = _answer(model, tokenizer, cache, logits, each)
-            question, right = each.question, torch.tensor(each.answer_ids, device=rows.device)
+            agreed = int((rows.argmax(1) == right).cumprod(0).sum())
+            if cache.policy.decoding is None and all(it.is_croppable for it in cache.layers):
+                answered.crop(min(agreed + 1, len(right)) - len(right))
+                text = _answer(model, tokenizer, answered, rows[: agreed + 1], each)
+            else:
+                text = _answer(model, tokenizer, cache, rows[:1], each)
             yield Outcome(
                 policy=name,
                 kind=question.kind,
@@ -194,20 +200,28 @@ def _rows(
 
 
 def _answer(
-    model: PreTrainedModel, tokenizer: Any, cache: PolicyCache, logits: Tensor, asked: Asked
+    model: PreTrainedModel, tokenizer: Any, cache: PolicyCache, rows: Tensor, asked: Asked
 ) -> str:
-    """Return the greedy answer, up to an end token, a line's end, or the most tokens allowed."""
+    """Return the greedy answer, up to an end token, a line's end, or the most tokens allowed.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        cache: What comes before the answer, and all tokens that are known but the last.
+        rows: ``[known, vocabulary]`` for the answer's first tokens, at least one.
+        asked: The question.
+    """
     ends, ids, text = _ends(model, tokenizer), list[int](), ""
-    for _ in range(asked.question.new_tokens):
-        token = int(logits.argmax())
-        if token in ends:
+    known = rows.argmax(1).tolist()
+    for index in range(asked.question.new_tokens):
+        if index == len(known):
+            known.append(int(append(model, cache, [ids[-1]])[-1].argmax()))
+        if known[index] in ends:
             break
-        ids.append(token)
+        ids.append(known[index])
         text = tokenizer.decode(ids, skip_special_tokens=True)
         if asked.question.one_line and "\n" in text.lstrip():
             break
-        if len(ids) < asked.question.new_tokens:
-            logits = append(model, cache, [token])[-1]
     return text
 
 

@@ -145,6 +145,33 @@ def test_full_context_is_no_policy(model: PreTrainedModel, asked: list[Asked], l
         assert own.held_bytes == own.full_bytes > 0
 
 
+def test_an_answer_goes_on_where_it_leaves_the_right_one(
+    model: PreTrainedModel, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of the right answer are read for their probability, and not decoded again."""
+    read: list[int] = []
+    real = scoring.append
+
+    def counted(model: Any, cache: Any, ids: Sequence[int], **more: Any) -> Tensor:
+        read.append(len(ids))
+        return real(model, cache, ids, **more)
+
+    monkeypatch.setattr(scoring, "append", counted)
+    (each,) = asked[:1]
+    said = dense_answer(model, each, reference.FullContext(), later=False)
+    wrong = (said[2] + 1) % 90 + 1
+    for right, count in (
+        (said[:4], [3, 1, 1]),  # all agree: 2 of 6 are decoded after them
+        ((*said[:2], wrong, 5, 5), [4, 1, 1, 1]),  # two agree, the third is known
+        ((wrong, 5), [1, 1, 1, 1, 1, 1]),
+    ):
+        read.clear()
+        made = attrs.evolve(each, answer_ids=tuple(right))
+        (own,) = outcomes(model, char_tokenizer(), [made], {"all": None})
+        assert own.text == char_tokenizer().decode(said)
+        assert read == count
+
+
 def test_what_is_held_is_counted_before_the_question(
     model: PreTrainedModel, asked: list[Asked]
 ) -> None:
@@ -186,7 +213,10 @@ def test_a_continuation_has_no_question(model: PreTrainedModel) -> None:
     assert all((each.text, each.score) == ("", None) for each in known)
 
 
-def test_the_answer_ends(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("known", [1, 2])
+def test_the_answer_ends(
+    known: int, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the end of a line that is not blank, at an end token, or at the most tokens."""
     tokenizer = char_tokenizer()
     said: list[int] = []
@@ -209,7 +239,9 @@ def test_the_answer_ends(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
         model.generation_config.eos_token_id = None if ends is None else tokenizer(ends).input_ids
         question = attrs.evolve(QUESTIONS[0], new_tokens=7, one_line=True)
         asked = Asker(tokenizer).ask(question)
-        found = scoring._answer(model, tokenizer, None, one_hot(script[0])[0], asked)  # type: ignore[arg-type]
+        rows = torch.cat([one_hot(token) for token in script[:known]])
+        said.extend(script[: known - 1])
+        found = scoring._answer(model, tokenizer, None, rows, asked)  # type: ignore[arg-type]
         assert found == expected
     model.generation_config.eos_token_id = None
 
