@@ -23,16 +23,17 @@ WORKERS := -n logical --maxprocesses 4 --dist worksteal
 CASES := $(if $(CI),,--covering)
 OLDEST_CASES := $(if $(CI),,--quick)
 
-.PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest newest bench pictures \
+.PHONY: compare real test quick lint typecheck check thorough fuzz oldest newest bench pictures \
 	bench-chunks bench-overhead bench-gpu bench-kvpress bench-vllm families transformers-tests vllm-tests \
 	package docs tutorials format clean
 
 compare: $(VENV)/compare
 	$(BIN)/kvpolicy compare --out results/compare $(ARGS)
 
-# What docs/results.md reports, with ARGS='--sweep --sweep-rates'.
-compare-thorough: $(VENV)/compare
-	$(BIN)/kvpolicy compare --thorough --out results/compare-thorough $(ARGS)
+# What docs/results.md reports: all methods on two real models, many hours on two cores. It can be
+# stopped, and continues; ARGS='--minutes 60 --models smollm2' takes a part.
+real: $(VENV)/compare
+	$(BIN)/python -m benchmarks.real $(ARGS)
 
 test: lint typecheck check oldest
 
