@@ -23,12 +23,14 @@ from kvpolicy.policies import (
     FastKV,
     FullContext,
     GemFilter,
+    GlobalThresholdSelector,
     GQAGroupSelector,
     KVzip,
     PassAllPropagation,
     PyramidInfer,
     SnapKV,
     StreamingLLM,
+    WindowMaxPoolScorer,
 )
 from tests.integrations.situations.models import KINDS, PLAIN, model_of
 from tests.integrations.situations.policies import BOUNDS, GAPLESS, TOGETHER
@@ -72,10 +74,20 @@ def all_methods() -> dict[str, CachePolicy]:
     return methods(0) | methods(1)
 
 
+def dropping(layer: int) -> CachePolicy:
+    return FastKV(tsp_layer=layer, tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3)
+
+
 def others() -> dict[str, CachePolicy]:
     """What no method does by itself: gapless, joint choices, bounded answers."""
+    joint = CachePolicy(
+        WindowMaxPoolScorer(4), GlobalThresholdSelector(0.3, window_size=4), dropping(1).propagation
+    )
     bounded = {name: SnapKV(0.4, decoding=rule) for name, (rule, _) in BOUNDS.items()}
-    return {name: policy for name, (policy, _) in {**GAPLESS, **TOGETHER}.items()} | bounded
+    return {name: policy for name, (policy, _) in {**GAPLESS, **TOGETHER}.items()} | {
+        **bounded,
+        "joint behind a drop": joint,
+    }
 
 
 def prompt(rows: int, length: int = 0, seed: int = 5) -> tuple[Tensor, Tensor]:
@@ -237,10 +249,6 @@ def test_methods_on_models_of_every_kind(name: str, rows: int) -> None:
             read_together(model, ids, {**beside, refused: policies[refused]}, mask)
         assert str(raised.value) == f"policy {refused!r}: {error}"
     assert not hooks_of(model)
-
-
-def dropping(layer: int) -> CachePolicy:
-    return FastKV(tsp_layer=layer, tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3)
 
 
 FASTKV = dropping(1)
@@ -463,6 +471,22 @@ def test_an_error_names_its_policy_and_leaves_the_model_usable(name: str) -> Non
     assert hooks_of(model) == 0
     check_alike(model, read_each(model, SOME, ids, mask)[0], ids, mask)
     assert hooks_of(model) == 0
+
+
+def test_what_a_forward_may_not_have_names_the_policy() -> None:
+    model, (ids, mask) = model_of("llama"), prompt(1)
+    places = torch.arange(7, 7 + ids.shape[1])[None]
+    gapless = StreamingLLM(0.3, gapless=True)
+    with pytest.raises(ValueError, match="^policy 'gapless': position_ids must"):
+        read_together(model, ids, {**SOME, "gapless": gapless}, mask, position_ids=places)
+
+
+def test_numbers_that_are_none_in_the_last_layer() -> None:
+    model, (ids, mask) = copy.deepcopy(model_of("llama")), prompt(1)
+    with torch.no_grad():
+        model.model.layers[-1].mlp.down_proj.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="^policy 'snapkv': score of .* must return numbers"):
+        read_together(model, ids, {"full": FullContext(), "snapkv": SnapKV(0.3)}, mask)
 
 
 def test_a_failing_model_is_left_usable() -> None:
