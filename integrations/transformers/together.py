@@ -87,7 +87,8 @@ def read_together(
         model_inputs: Further arguments of the model's forward, such as ``pixel_values``.
 
     Returns:
-        A dict from name to cache, in the order of ``policies``, with the attribute ``logits``.
+        A dict from name to cache, in the order of ``policies``. Its attribute ``logits`` has the
+        logits of the prompt's last token, which no cache can give again.
 
     Raises:
         TypeError: ``policies`` is neither a mapping nor a sequence, or has something that is not a

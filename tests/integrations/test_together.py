@@ -23,12 +23,14 @@ from kvpolicy.policies import (
     FastKV,
     FullContext,
     GemFilter,
+    GlobalThresholdSelector,
     GQAGroupSelector,
     KVzip,
     PassAllPropagation,
     PyramidInfer,
     SnapKV,
     StreamingLLM,
+    WindowMaxPoolScorer,
 )
 from tests.integrations.situations.models import KINDS, PLAIN, model_of
 from tests.integrations.situations.policies import BOUNDS, GAPLESS, TOGETHER
@@ -72,10 +74,20 @@ def all_methods() -> dict[str, CachePolicy]:
     return methods(0) | methods(1)
 
 
+def dropping(layer: int) -> CachePolicy:
+    return FastKV(tsp_layer=layer, tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3)
+
+
 def others() -> dict[str, CachePolicy]:
     """What no method does by itself: gapless, joint choices, bounded answers."""
+    joint = CachePolicy(
+        WindowMaxPoolScorer(4), GlobalThresholdSelector(0.3, window_size=4), dropping(1).propagation
+    )
     bounded = {name: SnapKV(0.4, decoding=rule) for name, (rule, _) in BOUNDS.items()}
-    return {name: policy for name, (policy, _) in {**GAPLESS, **TOGETHER}.items()} | bounded
+    return {name: policy for name, (policy, _) in {**GAPLESS, **TOGETHER}.items()} | {
+        **bounded,
+        "joint behind a drop": joint,
+    }
 
 
 def prompt(rows: int, length: int = 0, seed: int = 5) -> tuple[Tensor, Tensor]:
@@ -169,9 +181,29 @@ class Pair:
         self.answer(self.step(ids))
 
 
-def check_alike(
+Read = tuple[PolicyCache, Tensor]  # a cache that has read alone, and the prompt's last logits
+
+
+def read_each(
     model: PreTrainedModel,
     policies: Mapping[str, CachePolicy],
+    ids: Tensor,
+    mask: Tensor,
+    **inputs: Tensor,
+) -> tuple[dict[str, Read], dict[str, Exception]]:
+    """Reads alone under each of some policies; returns what was read, and why others cannot."""
+    can, cannot = dict[str, Read](), dict[str, Exception]()
+    for name, policy in policies.items():
+        try:
+            can[name] = read_alone(model, policy, ids, mask, **inputs)
+        except ValueError as error:
+            cannot[name] = error
+    return can, cannot
+
+
+def check_alike(
+    model: PreTrainedModel,
+    alone: Mapping[str, Read],
     ids: Tensor,
     mask: Tensor,
     tolerance: float = TOLERANCE,
@@ -181,11 +213,11 @@ def check_alike(
     **inputs: Tensor,
 ) -> None:
     """Asserts that caches that have read together are as if alone, now and in what follows."""
+    policies = {name: cache.policy for name, (cache, _) in alone.items()}
     caches = read_together(model, ids, policies, mask, **inputs)
-    assert list(caches) == list(policies) == sorted(caches.logits, key=list(policies).index)
-    for name, policy in policies.items():
-        alone, logits = read_alone(model, policy, ids, mask, **inputs)
-        pair = Pair(model, caches[name], alone, mask, tolerance)
+    assert list(caches) == list(caches.logits) == list(policies)
+    for name, (cache, logits) in alone.items():
+        pair = Pair(model, caches[name], cache, mask, tolerance)
         pair.check_held()
         pair.check_close(caches.logits[name], logits)
         if answers:
@@ -196,26 +228,10 @@ def check_alike(
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_other_policies_are_as_if_alone(rows: int) -> None:
-    check_alike(model_of("llama"), others(), *prompt(rows))
-
-
-def accepted(
-    model: PreTrainedModel,
-    policies: Mapping[str, CachePolicy],
-    ids: Tensor,
-    mask: Tensor,
-    **inputs: Tensor,
-) -> tuple[dict[str, CachePolicy], dict[str, tuple[CachePolicy, Exception]]]:
-    """The policies that may read a prompt of a model alone, and the others with their errors."""
-    can, cannot = {}, {}
-    for name, policy in policies.items():
-        try:
-            read_alone(model, policy, ids, mask, **inputs)
-        except ValueError as error:
-            cannot[name] = policy, error
-        else:
-            can[name] = policy
-    return can, cannot
+    model, (ids, mask) = model_of("llama"), prompt(rows)
+    can, cannot = read_each(model, others(), ids, mask)
+    assert not cannot
+    check_alike(model, can, ids, mask)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -224,17 +240,15 @@ def test_methods_on_models_of_every_kind(name: str, rows: int) -> None:
     model = model_of(name)
     ids, mask = prompt(rows)
     policies = all_methods() if name in PLAIN else methods(rows - 1)
-    can, cannot = accepted(model, policies, ids, mask)
+    can, cannot = read_each(model, policies, ids, mask)
+    assert can
     check_alike(model, can, ids, mask, turns=rows == 1 or name in PLAIN)
-    for refused, (policy, error) in cannot.items():
+    beside = {"full": FullContext(), "streaming": StreamingLLM(0.2)}
+    for refused, error in cannot.items():
         with pytest.raises(type(error)) as raised:
-            read_together(model, ids, {**can, refused: policy}, mask)
+            read_together(model, ids, {**beside, refused: policies[refused]}, mask)
         assert str(raised.value) == f"policy {refused!r}: {error}"
-    assert not model._forward_pre_hooks
-
-
-def dropping(layer: int) -> CachePolicy:
-    return FastKV(tsp_layer=layer, tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3)
+    assert not hooks_of(model)
 
 
 FASTKV = dropping(1)
@@ -253,7 +267,7 @@ def test_images(name: str, rows: tuple[int, ...]) -> None:
     inputs = model_inputs(FAMILIES[name], [[first_parts(name)[row]] for row in rows])
     model, ids, mask = vision_model(name), inputs.pop("input_ids"), inputs.pop("attention_mask")
     policies = {**SOME, "fastkv": dropping(FAMILIES[name].drops_after)}
-    can, _ = accepted(model, policies, ids, mask, **inputs)
+    can, _ = read_each(model, policies, ids, mask, **inputs)
     assert {"full", "snapkv", "adakv", "fastkv"} <= can.keys()
     # In a loop by hand, Qwen's models make positions of too many tokens, with any cache.
     answers = not name.startswith("qwen")
@@ -455,8 +469,24 @@ def test_an_error_names_its_policy_and_leaves_the_model_usable(name: str) -> Non
     with pytest.raises(ValueError, match=f"^policy 'broken': .*{message}"):
         read_together(model, ids, {**SOME, "broken": policy}, mask)
     assert hooks_of(model) == 0
-    check_alike(model, SOME, ids, mask)
+    check_alike(model, read_each(model, SOME, ids, mask)[0], ids, mask)
     assert hooks_of(model) == 0
+
+
+def test_what_a_forward_may_not_have_names_the_policy() -> None:
+    model, (ids, mask) = model_of("llama"), prompt(1)
+    places = torch.arange(7, 7 + ids.shape[1])[None]
+    gapless = StreamingLLM(0.3, gapless=True)
+    with pytest.raises(ValueError, match="^policy 'gapless': position_ids must"):
+        read_together(model, ids, {**SOME, "gapless": gapless}, mask, position_ids=places)
+
+
+def test_numbers_that_are_none_in_the_last_layer() -> None:
+    model, (ids, mask) = copy.deepcopy(model_of("llama")), prompt(1)
+    with torch.no_grad():
+        model.model.layers[-1].mlp.down_proj.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="^policy 'snapkv': score of .* must return numbers"):
+        read_together(model, ids, {"full": FullContext(), "snapkv": SnapKV(0.3)}, mask)
 
 
 def test_a_failing_model_is_left_usable() -> None:
@@ -470,7 +500,7 @@ def test_a_failing_model_is_left_usable() -> None:
         read_together(model, ids, SOME, mask)
     handle.remove()
     assert hooks_of(model) == 0
-    check_alike(model, SOME, ids, mask)
+    check_alike(model, read_each(model, SOME, ids, mask)[0], ids, mask)
 
 
 def test_names() -> None:
