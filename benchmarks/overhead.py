@@ -15,7 +15,6 @@ One model is bound by Python (32 layers, hidden size 64, 4 query and 2 KV heads)
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +33,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.clocks import TokenTimes
 from benchmarks.common import BASELINE, TINY, ModelSpec, random_prompt, spread
 from benchmarks.harness import (
     Benchmark,
@@ -50,6 +48,7 @@ from benchmarks.harness import (
     middle,
     ratios,
 )
+from benchmarks.timing import TokenTimes
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import AdaKV, FastKV, FullContext, KeyDiff, SnapKV, StreamingLLM
@@ -159,7 +158,7 @@ def generate(
         streamer=readings,
         disable_compile=True,
     )
-    return [after - before for before, after in itertools.pairwise(readings.seconds[2:])]
+    return readings.steps(2)
 
 
 @torch.no_grad()

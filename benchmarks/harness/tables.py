@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -113,35 +113,3 @@ def extent(key: str, digits: int = 2) -> Callable[[Row], str]:
         return f"{middle} ({lowest}-{highest})"
 
     return said
-
-
-def pivot(
-    rows: Sequence[Row],
-    heads: Mapping[str, tuple[str, int]],
-    across: str,
-    value: Callable[[Row], float],
-    width: int,
-    form: str,
-) -> str:
-    """Return a table of one value, with a line per method and a column per place.
-
-    Args:
-        rows: One row for each known thing and place; the others are shown as a dash.
-        heads: The keys that name a thing, with title and width of their column.
-        across: The key of the place.
-        value: Returns the figure of a row.
-        width: Width of a place's column.
-        form: How the figure is formatted.
-    """
-    known = {(*(row[key] for key in heads), row[across]): value(row) for row in rows}
-    places = list(dict.fromkeys(row[across] for row in rows))
-    columns = [
-        *(Column(title, -size, key) for key, (title, size) in heads.items()),
-        *(Column(str(place), width, str(place), form) for place in places),
-    ]
-    lines = ["".join(column.head() for column in columns)]
-    for thing in dict.fromkeys(tuple(row[key] for key in heads) for row in rows):
-        line: Row = dict(zip(heads, thing, strict=True))
-        line |= {str(place): known.get((*thing, place)) for place in places}
-        lines.append("".join(column.cell(line) for column in columns))
-    return "\n".join(lines)

@@ -67,7 +67,7 @@ def test_a_quick_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def here(spec: ModelSpec, policy: str, context: int, **how: Any) -> dict[str, Any]:
-        wanted = {"model": attrs.asdict(spec), "policy": policy, "context": context, "batch": 1}
+        wanted = {"model": attrs.asdict(spec), "policy": policy, "context": context}
         return memory.measure({**wanted, **how})
 
     monkeypatch.setattr(chunks, "try_peak", here)  # not in processes of their own

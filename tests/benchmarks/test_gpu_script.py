@@ -13,14 +13,14 @@ from typing import Any
 import attrs
 import pytest
 import torch
-
-from benchmarks import gpu, gpu_answers, gpu_bench
 from benchmarks.clocks import Deadline, Interval, OutOfTimeError, TimedPolicy
 from benchmarks.gpu_answers import AnswerBench
 from benchmarks.gpu_bench import Bench
-from benchmarks.gpu_cells import Cell, Settings
 from benchmarks.gpu_compiled import CompiledCell
 from benchmarks.turns import GPUMemory, Turn
+
+from benchmarks import gpu, gpu_answers, gpu_bench
+from benchmarks.gpu_cells import Cell, Settings
 from kvpolicy import CachePolicy
 
 QUICK = ["--quick", "--threads", "1"]
