@@ -265,7 +265,7 @@ def work(library: str, folder: Path) -> None:
         row = {"method": method, "rate": rate, "prompt": index}
         row |= answered(models[attention], method, by, asked["prompts"][index])
         with (folder / f"{library}.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write("\n" + json.dumps(row))  # the line before it may be cut
         print(f"{library}: {method} {rate} prompt {index}", file=sys.stderr, flush=True)
     found = {name: version(name) for name in ("torch", "transformers", library)}
     (folder / f"{library}.versions.json").write_text(json.dumps(found))
