@@ -237,11 +237,7 @@ def perform(run: Run, bench: Bench, jobs: Sequence[Job]) -> None:
 
 
 def resume(run: Run, path: Path) -> None:
-    """Take over the results of an earlier start with the same settings.
-
-    Raises:
-        ValueError: The file's settings, versions or machine are others.
-    """
+    """Take over the results of an earlier start with the same settings, versions and machine."""
     earlier, now = read_json(path), json.loads(as_json(run.record))
     for part in ("settings", "versions", "machine"):
         # How long a start may take is no difference.
@@ -309,6 +305,10 @@ def _unmeasured(row: Row) -> str | None:
     return f"{row['policy']:<14}{row['context']:>7}  {row['status']}: {row['note']}"[:80]
 
 
+def _token(row: Row) -> float | None:
+    return middle("decode_ms")(row) if row["decode_ms"] else None
+
+
 def _peak(row: Row) -> float | None:
     peaks = [row["prefill_peak_bytes"], row["decode_peak_bytes"]]
     return None if None in peaks else max(peaks) / 2**30
@@ -326,7 +326,6 @@ class CellTable(Table):
         super().__init__(part, *first, *columns, instead=_unmeasured, gap=part != PARTS[0])
 
     def text(self, record: dict[str, Any]) -> str:
-        """Return the table as text; empty if there are no such cells. See `Table.text`."""
         rows = sorted(record.get(self.part, []), key=lambda row: int(row["context"]))
         if self.gap and not rows:
             return ""
@@ -343,7 +342,7 @@ PREFILL = (
     Column("x", 6, "prefill_speedup", ".2f"),
 )
 TOKEN = (
-    Column("decode ms", 10, lambda row: _middle(row), ".2f"),
+    Column("decode ms", 10, _token, ".2f"),
     Column("x", 6, "decode_speedup", ".2f"),
 )
 TABLES = (
@@ -370,10 +369,6 @@ TABLES = (
         Column("x loop", 8, "loop_speedup", ".2f"),
     ),
 )
-
-
-def _middle(row: Row) -> float | None:
-    return middle("decode_ms")(row) if row["decode_ms"] else None
 
 
 NOTES = """

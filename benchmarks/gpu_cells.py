@@ -42,15 +42,7 @@ Row = dict[str, Any]
 
 @attrs.frozen
 class Job:
-    """A cell that is to be measured.
-
-    Args:
-        part: ``cells`` (a loop of forwards), ``answers`` (`generate`), or ``compiled``.
-        policy: Name of the plan.
-        context: Tokens of a row's prompt.
-        buffers: Of `generate`: ``growing``, ``fixed`` or ``compiled``.
-        batch: Rows.
-    """
+    """A cell that is to be measured, of the part ``cells``, ``answers`` or ``compiled``."""
 
     part: str
     policy: str
@@ -59,16 +51,13 @@ class Job:
     batch: int = 1
 
     def __str__(self) -> str:
-        """Return the job's name in a record."""
         return "/".join(str(each) for each in attrs.astuple(self) if each != "")
 
     @property
     def place(self) -> Row:
-        """Return what the job's row begins with."""
         return attrs.asdict(self, filter=lambda field, _: field.name != "part")
 
     def is_of(self, row: Row) -> bool:
-        """True if a row of the job's part is the job's result."""
         return all(row.get(key) == value for key, value in self.place.items())
 
 
@@ -79,7 +68,7 @@ class Cell:
     Args:
         policy: Name of the plan.
         context: Tokens of a row's prompt.
-        buffers: Of `generate`; empty in a loop.
+        buffers: Of `generate`: ``growing``, ``fixed`` or ``compiled``; empty in a loop.
         batch: Rows.
         status: ``measured``, ``out of memory``, ``out of time`` or ``failed``.
         note: Why it was not measured, or what is missing from a measured one.
@@ -131,12 +120,7 @@ class Cell:
 
 
 def ratios(row: Row, part: str, record: Row) -> Row:
-    """Return a row's ratios to full context: above 1 the policy is faster. None where unknown.
-
-    Args:
-        row: A row of a part.
-        part: The part's name.
-        record: Has all rows, also of full context.
+    """Return the ratios of a part's row to full context: above 1 the policy is faster.
 
     Returns:
         ``prefill_speedup`` and ``decode_speedup`` of medians, ``mean_speedup`` of the mean token (a
@@ -177,10 +161,8 @@ class Settings:
     Args:
         new_tokens: Tokens generated, the first by the prefill.
         repeats: Counted prefills of a cell, at most.
-        cell_seconds: Counted prefills of a cell together take about this long at most. If one takes
-            longer, the rehearsal is the one that counts.
-        limit_seconds: Seconds after which a cell ends, for prompts of up to 131,072 tokens; in
-            proportion more for longer ones.
+        cell_seconds: What these take together at most; if one takes longer, the rehearsal counts.
+        limit_seconds: When a cell ends, up to 131,072 tokens; in proportion more for longer ones.
     """
 
     new_tokens: int = 33
@@ -189,33 +171,19 @@ class Settings:
     limit_seconds: float = 120.0
 
     def limit_of(self, context: int) -> float:
-        """Return the seconds after which a cell with a prompt of so many tokens ends."""
         return self.limit_seconds * max(1.0, context / 131072)
 
 
 @attrs.frozen
 class Plan:
-    """A policy, and the way in which a cell's prompt is read.
-
-    Args:
-        policy: None for Transformers' own caches.
-        chunk: Tokens of the prompt that are read at once; None for all.
-    """
+    """A policy, None for Transformers' own caches, and the tokens that are read at once."""
 
     policy: CachePolicy | None
     chunk: int | None = None
 
 
 class Bench:
-    """Measures cells one after the other, even if some of them fail.
-
-    Args:
-        model: The model.
-        plans: The plans by name.
-        settings: How cells are measured.
-        deadline: When to end.
-        clock: Returns the time in seconds.
-    """
+    """Measures cells one after the other, even if some of them fail."""
 
     def __init__(
         self,
@@ -232,7 +200,6 @@ class Bench:
         self._warm: set[str] = set()
 
     def run(self, job: Job) -> Cell:
-        """Measure a cell; return one that says why if it fails."""
         started = self.clock()
         self._until = self.deadline.within(self.settings.limit_of(job.context))
         measure = {"cells": self._loop, "answers": self._answer, "compiled": self._compiled}

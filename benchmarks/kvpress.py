@@ -110,7 +110,6 @@ def policy_of(method: str, rate: float, repetition: Mapping[str, Any]) -> Any:
 
 
 def press_of(method: str, rate: float) -> Any:
-    """Return a method's press."""
     import kvpress
 
     press, ratio = getattr(kvpress, METHODS[method][0]), 1 - rate
@@ -171,11 +170,7 @@ def bits(positions: Iterable[int]) -> int:
 
 
 def places_of(held: Tensor, whole: Tensor) -> list[int]:
-    """Return where the rows of a tensor occur in another, ``[length, head_dim]``, exactly.
-
-    Raises:
-        ValueError: A row does not occur, or occurs more often than in ``whole``.
-    """
+    """Return where the rows of a tensor occur in another, ``[length, head_dim]``, exactly."""
     places: dict[bytes, list[int]] = {}
     for place, row in enumerate(whole.numpy()):
         places.setdefault(row.tobytes(), []).append(place)
@@ -190,13 +185,10 @@ def places_of(held: Tensor, whole: Tensor) -> list[int]:
 
 @torch.inference_mode()
 def answered(model: PreTrainedModel, method: str, by: Any, prompt: Mapping[str, Any]) -> Row:
-    """Read a prompt, and answer it greedily; return tokens, kept positions and CPU seconds.
+    """Read a prompt under a policy or a press, None for full context, and answer it greedily.
 
-    Args:
-        model: The model.
-        method: A name of `METHODS`.
-        by: The method's policy or press; None for full context.
-        prompt: ``document`` and ``question`` as ids, and ``new_tokens``.
+    Returns:
+        ``tokens``; ``kept`` positions by layer and head as `bits`; CPU ``seconds`` of reading.
     """
     parts = [prompt["document"], prompt["question"]]
     if not METHODS[method][2]:
@@ -331,10 +323,7 @@ def ask(options: argparse.Namespace) -> dict[str, Any]:
 def compared(both: Sequence[Sequence[Row]]) -> Row:
     """Compare the answers of one method at one rate: kvpolicy's and kvpress's, prompt by prompt.
 
-    Returns:
-        Numbers of equal texts and of heads whose kept positions are equal, each with the number
-        compared; ``shared``, the share of kept positions that both keep; and for each library the
-        right answers, and the median CPU seconds of reading and choosing.
+    ``shared`` is the share of kept positions that both keep; ``seconds`` are medians.
     """
     pairs = [
         (int(mine, 16), int(other, 16))
@@ -375,7 +364,6 @@ def rows_of(asked: Mapping[str, Any], folder: Path, decode: Any) -> list[Row]:
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Return the results as a table of text."""
     lines = ["method              kept asked  texts equal   heads equal shared   right   CPU s"]
     for row in record["rows"]:
         shared = "-" if row["shared"] is None else f"{row['shared']:.4f}"
@@ -453,7 +441,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, write the results and print them."""
     options = options_of(arguments)
     if options.work:
         work(options.work, options.folder)

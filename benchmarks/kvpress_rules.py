@@ -30,11 +30,9 @@ class MeanAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """Always None: the scorer reads all queries."""
         return
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return the saliency, float32 ``[batch, query_heads, key_len]``."""
         return causal_attention_sums(context) / (context.key_len - context.positions[:, :1])
 
 
@@ -42,7 +40,6 @@ class AllHeadsLastQueryScorer(LastQueryScorer):
     """Scores as TOVAPress: the last query's attention, averaged over all heads of a layer."""
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return the saliency, float32 ``[batch, kv_heads, key_len]``."""
         mean = causal_attention_sums(context).mean(dim=1, keepdim=True)
         return mean.expand(-1, context.kv_heads, -1)
 
@@ -51,7 +48,6 @@ class TiedLagScorer(LagKVScorer):
     """Scores as LagKVPress: sinks, the last run and all tokens after it score 1."""
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return the saliency, float32 ``[batch, kv_heads, key_len]``."""
         return super().score(context).clamp(max=1.0)
 
 
@@ -59,7 +55,6 @@ class TopKSelector(GQAGroupSelector):
     """Selects as ScorerPress: by torch's topk, which orders ties arbitrarily."""
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return the tokens of highest saliency of each head; see `GQAGroupSelector.select`."""
         assert saliency is not None
         scores = group_mean(saliency, context.kv_heads)
         count = self.budget.count(seen_len=context.key_len, available=context.key_len, protected=0)
@@ -71,7 +66,6 @@ class PressPyramidSelector(PyramidSelector):
     """Selects as PyramidKVPress: the falling budget includes the window."""
 
     def count(self, seen_len: int, protected: int, layer_idx: int, num_layers: int) -> int:
-        """Return the number of tokens by the press's rule; see `PyramidSelector.count`."""
         assert self.retention_rate is not None
         budget = seen_len * self.retention_rate
         least = budget / self.beta
@@ -104,7 +98,6 @@ class PressChunkSelector(GQAGroupSelector):
     chunk_length: int = attrs.field(default=20, kw_only=True)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return the tokens of the highest chunks; see `GQAGroupSelector.select`."""
         assert saliency is not None
         assert self.retention_rate is not None
         scores = group_mean(saliency, context.kv_heads)
@@ -123,7 +116,6 @@ class PressThresholdSelector(GlobalThresholdSelector):
     def select_together(
         self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
     ) -> list[Tensor]:
-        """Return the tokens of each layer; see `GlobalThresholdSelector.select_together`."""
         assert self.retention_rate is not None
         pairs = zip(saliencies, contexts, strict=True)
         scores = torch.stack([group_mean(each, at.kv_heads) for each, at in pairs], dim=1)

@@ -32,13 +32,6 @@ def try_peak(
 ) -> dict[str, Any] | None:
     """Read one prompt in a fresh process and return its peak memory; None if the process failed.
 
-    Args:
-        spec: The model.
-        policy: A registered policy's name, or ``dynamic_cache``.
-        context: Tokens of the prompt.
-        threads: Torch's threads.
-        chunk: Tokens of a forward that reads a part of the prompt; None to read it in one.
-
     Returns:
         ``before_bytes`` (resident before the prompt), ``peak_bytes``, ``growth_bytes`` (their
         difference), ``measured_by``, and ``exact``: False if memory was as high before the prompt,
@@ -97,7 +90,6 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """Return the largest number of bytes that was resident."""
     if STATUS.exists():
         return _status("VmHWM")
     import resource  # not on Windows

@@ -94,7 +94,6 @@ def rounds_for(context: int) -> int:
 
 
 def all_policies() -> dict[str, CachePolicy]:
-    """Return every registered policy with its default arguments."""
     found = {name: build(name) for name in registered("policy")}
     return {name: each for name, each in found.items() if isinstance(each, CachePolicy)}
 
@@ -146,7 +145,6 @@ def measure_memory(run: Run, spec: ModelSpec) -> None:
 
 
 def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Find methods by name, and refuse unknown names."""
     known = all_policies()
     chosen = list(known) if options.methods is None else options.methods.split(",")
     if unknown := sorted(set(chosen) - set(known)):

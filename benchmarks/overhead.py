@@ -90,14 +90,11 @@ MakeCache = Callable[[PreTrainedModel], Cache]
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A counter of torch's operators, after composite ones were taken apart."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Count one operator, and run it."""
         self.count += 1
         return function(*args, **(kwargs or {}))
 
@@ -105,8 +102,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Calls:
     """A counter of the calls of Python functions in this thread, of whichever library."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
     def __enter__(self) -> Calls:
         sys.setprofile(self._note)
@@ -132,12 +128,10 @@ def contenders(names: Sequence[str], layers: int, tokens: int) -> dict[str, Make
 
 
 def forward(model: PreTrainedModel, ids: Tensor, cache: Cache) -> None:
-    """Run the model on tokens, for the last one's logits."""
     model(ids, cache=cache, use_cache=True, logits_to_keep=1)
 
 
 def attached(cache: Cache, model: PreTrainedModel) -> Any:
-    """Return the context in which a model may be called with a cache."""
     return cache.attached(model) if isinstance(cache, PolicyCache) else nullcontext(cache)
 
 
@@ -165,15 +159,7 @@ def generate(
 def counts(
     model: PreTrainedModel, make: MakeCache, prompt: Tensor, tokens: int, kind: str
 ) -> dict[str, list[float]]:
-    """Count a prompt, a token in a loop, and every token in `generate`.
-
-    Args:
-        model: The model.
-        make: Makes the cache.
-        prompt: Token ids ``[1, context]``.
-        tokens: Decoded tokens.
-        kind: A name of `COUNTERS`.
-    """
+    """Count a prompt, a token in a loop, and every token in `generate`."""
     new = COUNTERS[kind]
     for _ in range(2):  # what is found once for a model is not counted
         cache, of_prompt, of_token = make(model), new(), new()
@@ -194,12 +180,6 @@ def layer_counts(
     """Return what one layer counts in a prompt, a token in a loop, and a token in `generate`.
 
     ``token`` is the median token's; ``mean`` is the mean, which includes the growth of buffers.
-
-    Args:
-        made: Makes the cache, for each number of layers in `SIZES`.
-        context: Tokens of the prompt.
-        tokens: Decoded tokens.
-        kind: A name of `COUNTERS`.
     """
     few, many = (
         counts(_tiny(size), made[size], random_prompt(64, context), tokens, kind) for size in SIZES
@@ -246,7 +226,6 @@ def prompt_ms(model: PreTrainedModel, make: MakeCache, prompt: Tensor) -> dict[s
 def token_ms(
     model: PreTrainedModel, make: MakeCache, prompt: Tensor, tokens: int
 ) -> dict[str, float]:
-    """Return the mean CPU milliseconds of a decoded token in `generate`."""
     return {"ms": 1e3 * fmean(generate(model, prompt, make(model), tokens, time.thread_time))}
 
 
@@ -255,11 +234,7 @@ def time_rows(
 ) -> list[Row]:
     """Time the contenders in turns; return a row for each, with its ratio to the first.
 
-    Args:
-        head: The first entries of every row.
-        turns: By name, the function that measures once; the ratio is of its ``ms``.
-        repeats: Rounds that count.
-        speed: Whether the ratio is the first's time over the contender's, so that more is faster.
+    For a speed, this is the first's time over the contender's, so that more is faster.
     """
     rows: list[Row] = []
     for name, taken in in_turns(turns, repeats).items():
@@ -308,7 +283,6 @@ def measure(run: Run) -> None:
 
 
 def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Check the policies named on the command line."""
     options.policies = options.policies.split(",")
     if unknown := sorted(set(options.policies) - set(POLICIES)):
         parser.error(f"--policies must be among {','.join(POLICIES)}, got {','.join(unknown)}")

@@ -18,7 +18,6 @@ from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCac
 from kvpolicy import CachePolicy, Decision, LayerContext
 from kvpolicy.deferred_selection import DeferredLayer
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.part_calls import DeferredChecks
 
 T = TypeVar("T")
 # How a cache holds what `generate` decodes.
@@ -30,19 +29,13 @@ class OutOfTimeError(Exception):
 
 
 class Deadline:
-    """A point in time after which a measurement has to end.
-
-    Args:
-        seconds: From now.
-        clock: Tells the seconds.
-    """
+    """A point in time, so many seconds from now, after which a measurement has to end."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._end = clock() + seconds
 
     def left(self) -> float:
-        """Return the seconds until the deadline; negative after it."""
         return self._end - self._clock()
 
     def within(self, seconds: float) -> Deadline:
@@ -50,20 +43,13 @@ class Deadline:
         return Deadline(min(self.left(), seconds), self._clock)
 
     def check(self) -> None:
-        """Raise OutOfTimeError if the deadline has passed."""
         if self.left() < 0:
             raise OutOfTimeError
 
 
 @attrs.frozen
 class Interval:
-    """The wall, CPU and device time of a piece of work.
-
-    Args:
-        wall_ms: Milliseconds on the clock; a GPU is waited for before the clock is read.
-        cpu_ms: Milliseconds of processor time, summed over threads.
-        device_ms: Milliseconds between two CUDA events around it; None without a GPU.
-    """
+    """Milliseconds of a piece of work: on the clock, of all threads, and between CUDA events."""
 
     wall_ms: float
     cpu_ms: float
@@ -97,10 +83,6 @@ class TimedPolicy(CachePolicy):
     On a GPU the time is taken between CUDA events, without waiting. It covers scoring and choosing,
     and the waits that choosing causes. It does not cover the check of the parts' answers, which is
     one for all layers if the forward can wait for it, nor storing the chosen keys and values.
-
-    Args:
-        policy: The policy to time.
-        device: The model's.
     """
 
     _on_cuda: bool
@@ -112,27 +94,14 @@ class TimedPolicy(CachePolicy):
         object.__setattr__(self, "_on_cuda", device.type == "cuda")
         object.__setattr__(self, "_spans", [])
 
-    def decide(
-        self,
-        context: LayerContext,
-        *,
-        remembered: bool = False,
-        checks: DeferredChecks | None = None,
-        saliency: Tensor | None = None,
-    ) -> Decision:
-        """Decide as the wrapped policy does, and add the time; see `CachePolicy.decide`."""
-        how: dict[str, Any] = {"remembered": remembered, "checks": checks, "saliency": saliency}
+    def decide(self, context: LayerContext, **how: Any) -> Decision:
         return self._timed(lambda: super(TimedPolicy, self).decide(context, **how))
 
     def decide_layers(self, layers: Sequence[DeferredLayer]) -> list[Tensor]:
-        """Choose as the wrapped policy does, and add the time; see `CachePolicy.decide_layers`."""
         return self._timed(lambda: super(TimedPolicy, self).decide_layers(layers))
 
-    def decide_restart(
-        self, context: LayerContext, saliency: Tensor | None = None
-    ) -> Tensor | None:
-        """Choose as the wrapped policy does, and add the time; see `CachePolicy.decide_restart`."""
-        return self._timed(lambda: super(TimedPolicy, self).decide_restart(context, saliency))
+    def decide_restart(self, *given: Any) -> Tensor | None:
+        return self._timed(lambda: super(TimedPolicy, self).decide_restart(*given))
 
     def total_ms(self) -> float:
         """Return the milliseconds of all decisions so far; synchronise the GPU first."""
@@ -189,19 +158,16 @@ def take_turn(
     chunk: int | None = None,
     count_masks: bool = False,
 ) -> Turn:
-    """Read a prompt and decode greedily in a loop; return times and memory.
+    """Read a prompt without padding and decode greedily in a loop; return times and memory.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
-        prompt: Token ids ``[batch, context]`` on the model's device, without padding.
+        prompt: Token ids ``[batch, context]`` on the model's device.
         policy: None for Transformers' own `DynamicCache`.
         new_tokens: Tokens to generate, at least 1; the prefill gives the first.
-        deadline: Checked before every layer of the prefill and every token; decoding ends early.
+        deadline: Decoding ends early; during prefill `OutOfTimeError` is raised.
         chunk: Tokens of a forward that reads a part of the prompt; None to read it in one.
         count_masks: Whether masks are counted.
-
-    Raises:
-        OutOfTimeError: The deadline passed during prefill.
     """
     cache: Any = DynamicCache(config=model.config) if policy is None else PolicyCache(policy)
     device, masks = model.device, [0, 0] if count_masks else None
@@ -290,13 +256,10 @@ def before_layers(
 
 
 class TokenTimes:
-    """A streamer of `generate` that records when the prompt and every token were done.
+    """A streamer of `generate` that records when it began, and when every token was done.
 
     Args:
         clock: Tells the seconds; the machine's clock if None.
-
-    Attributes:
-        seconds: The readings, the first at the start of the prompt.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
@@ -304,11 +267,10 @@ class TokenTimes:
         self._clock = clock or time.perf_counter
 
     def put(self, value: Tensor) -> None:
-        """Record the time when the prompt, or one token of each row, was done."""
         self.seconds.append(self._clock())
 
     def end(self) -> None:
-        """Do nothing; `generate` calls this after the last token."""
+        """Do nothing: `generate` calls this after the last token."""
 
     def steps(self, first: int = 0) -> list[float]:
         """Return the seconds between readings from reading ``first`` on: the prefill's first."""
@@ -339,14 +301,9 @@ class _TokenClock(TokenTimes):
 
 @attrs.frozen
 class Answer:
-    """The tokens, times and peak memory of one call of `generate`.
+    """Tokens ``[batch, tokens]``, times and peak memory of one call of `generate`.
 
-    Args:
-        tokens: The generated tokens ``[batch, tokens]``, on the processor; fewer than asked for if
-            time ended.
-        prefill_ms: From the start of the prompt to the first token.
-        decode_ms: Milliseconds of each further token, with all that `generate` does for it.
-        peak_bytes: The most that torch had allocated on the GPU; None without one.
+    The prefill's time is that from the start to the first token; without a GPU there is no peak.
     """
 
     tokens: Tensor
@@ -356,10 +313,9 @@ class Answer:
 
 
 def compile_config(device: torch.device) -> CompileConfig | None:
-    """Return the compile settings to pass to `generate`.
+    """Return what `generate` needs to compile: None on a GPU, where it does so by itself.
 
-    This is None on a GPU, where `generate` compiles by itself. Elsewhere it would not compile, so
-    it is made to, with the backend that runs graphs unchanged: a check that it works, without gain.
+    Elsewhere it is made to, with the backend that runs graphs unchanged: a check, without gain.
     """
     if device.type == "cuda":
         return None
@@ -398,21 +354,10 @@ def generate_timed(
     buffers: str = COMPILED,
     deadline: Deadline | None = None,
 ) -> Answer:
-    """Read a prompt and decode greedily by `generate`.
+    """Read a prompt and decode greedily by `generate`, as `take_turn` does in a loop.
 
-    Args:
-        model: A decoder-only model of Transformers, in evaluation mode, that never ends a text.
-        prompt: Token ids ``[batch, context]`` on the model's device, without padding.
-        policy: None for Transformers' own `StaticCache`; for `DynamicCache` if buffers grow.
-        new_tokens: Tokens to generate, at least 1; the prefill gives the first.
-        room: New tokens that buffers of fixed size have memory for, at least ``new_tokens``. The
-            compiled code depends on this, not on ``new_tokens``.
-        buffers: ``growing``, ``fixed``, or ``compiled``: of fixed size, and decoding is compiled.
-        deadline: Checked before every layer of the prefill and after every token; decoding then
-            ends early.
-
-    Raises:
-        OutOfTimeError: The deadline passed during prefill.
+    Without a policy the cache is a `DynamicCache` if buffers grow, else a `StaticCache`. Fixed
+    buffers have ``room`` for so many new tokens; the compiled code depends on that.
     """
     config = compile_config(model.device) if buffers == COMPILED else None
     how: dict[str, Any] = {} if config is None else {"compile_config": config}

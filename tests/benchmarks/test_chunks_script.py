@@ -55,7 +55,7 @@ def test_the_picture_has_longer_prompts_alone(monkeypatch: pytest.MonkeyPatch) -
     rows = [row for rows in chunks.rows_of(chunks.options_of(given)) for row in rows]
     drawn: list[list[int]] = []
 
-    def noting(axes: Any, points: list[dict[str, Any]], value: Any) -> None:
+    def noting(axes: Any, points: list[dict[str, Any]]) -> None:
         drawn.append([point["at"] for point in points])
 
     monkeypatch.setattr(pictures, "_growth", noting)
