@@ -38,21 +38,6 @@ def record(quick: Path) -> dict[str, Any]:
     return found
 
 
-def test_record_has_machine_versions_and_settings(record: dict[str, Any]) -> None:
-    head = ["benchmark", "complete", "unfinished", "settings", "versions", "machine"]
-    assert list(record) == [*head, *gpu.PARTS]
-    assert (record["complete"], record["unfinished"]) == (True, {})
-    assert record["versions"]["torch"] == torch.__version__
-    assert {"processor", "cpus", "threads", "device"} <= record["machine"].keys()
-    settings = record["settings"]
-    assert (settings["model"]["preset"], settings["new_tokens"]) == ("tiny", 4)
-    assert settings["attention"] == "sdpa"
-    assert settings["policies"]["full_context"] == "DynamicCache"
-    assert "tsp_rate=0.2" in settings["policies"]["fastkv"]
-    assert settings["compiled"]["policies"]["full_context"] == "StaticCache"
-    assert settings["compiled"]["config"]["backend"] == "eager"
-
-
 def test_cells_come_by_importance_and_have_what_was_measured(record: dict[str, Any]) -> None:
     fields = [each.name for each in attrs.fields(Cell)]
     for part in gpu.PARTS:
@@ -141,30 +126,6 @@ def test_tables_have_a_line_for_each_cell_and_fit(
         )
     assert json.loads((quick / "gpu.json").read_text()) == record  # showing measures nothing
     assert (quick / "gpu.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_large_numbers_fit_the_tables() -> None:
-    cell = Cell(
-        *("streamingllm", 131072, "growing", 8, "measured"),
-        prefill_ms=(543210.9,),
-        decode_ms=(1234.5,),
-        prefill_allowed=123.45,
-        decode_allowed=123.45,
-        compile_ms=123456.7,
-        prefill_peak_bytes=141 << 30,
-        decode_peak_bytes=17 << 30,
-        scoring_share=0.999,
-    )
-    speeds = dict.fromkeys((f"{each}_speedup" for each in SPEEDUPS), 12.34)
-    lines = [table.line(attrs.asdict(cell) | speeds) for table in gpu.TABLES]
-    assert max(map(len, lines)) <= 80
-    assert [line.split()[2:] for line in lines] == [
-        ["543.211", "12.34", "123.45", "1234.50", "12.34", "141.0", "99.9%"],
-        ["growing,", "8", "rows", "543.211", "12.34", "1234.50", "12.34", "12.34"],
-        ["123.5", "1234.50", "12.34", "123.45", "12.34"],
-    ]
-    failed = Cell("h2o", 8, "", 1, "failed", "x" * 300)
-    assert len(gpu.TABLES[0].line(attrs.asdict(failed))) == 80
 
 
 # What a cell is made of, on turns made by hand.
@@ -317,18 +278,6 @@ def test_time_that_ends_in_a_cell_keeps_what_was_measured(monkeypatch: pytest.Mo
     (cell,) = run(bench(monkeypatch, take, new_tokens=9), ("snapkv", 16))
     assert (cell.status, cell.note) == ("measured", "time ended 3 tokens early")
     assert (cell.prefill_ms, cell.decode_ms) == ((10.0,), (1.0,) * 5)
-
-
-def test_a_rehearsal_counts_where_time_allows_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    def take(model: Any, prompt: Any, policy: Any, new_tokens: int, **rest: Any) -> Turn:
-        if new_tokens == 9 and "count_masks" not in rest:
-            raise OutOfTimeError
-        return turn(10.0, *[2.0] * min(4, new_tokens - 1))
-
-    (cell,) = run(bench(monkeypatch, take, new_tokens=9), ("full_context", 16))
-    assert (cell.status, cell.rehearsal_ms) == ("measured", None)
-    assert cell.note == "the rehearsal only; time ended 4 tokens early"
-    assert (cell.prefill_ms, cell.decode_ms) == ((10.0,), (2.0,) * 4)
 
 
 def test_masks_are_told_of_since_they_cost_sdpa_its_flash_kernel(
@@ -525,30 +474,6 @@ def test_a_cell_that_is_killed_twice_has_failed(
     assert third["cells"][0]["note"] == "the process ended in it 2 times"
     assert (third["complete"], third["unfinished"]) == (True, {})
     assert list(third["cells"][0]) == list(third["cells"][1])
-
-
-def test_several_starts_of_a_few_minutes_give_one_result(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A turn takes 20 s, so that a cell takes about two minutes, and a start has four."""
-    clock = Clock()
-    monkeypatch.setattr(gpu.time, "monotonic", clock)
-
-    def take(*given: Any, deadline: Deadline, **_: Any) -> Turn:
-        deadline.check()
-        clock.now += 20.0
-        return turn(10.0, *[1.0] * (given[3] - 1))
-
-    monkeypatch.setattr(gpu_cells, "take_turn", take)
-    lengths = ["--contexts", "16,17", "--minutes", "4"]
-    found = [start(tmp_path, *lengths)]
-    while not found[-1]["complete"] and len(found) < 5:
-        found.append(start(tmp_path, *lengths))
-    done = [sum(row["status"] == "measured" for row in each["cells"]) for each in found]
-    assert done == sorted(done)
-    assert done[0] < done[-1] == 4
-    assert len(found) <= 3
-    assert found[-1]["unfinished"] == {}
 
 
 def test_a_cell_that_exceeds_its_limit_is_not_tried_again(

@@ -1,7 +1,6 @@
 """Clocks, bytes, masks and deadlines by hand; tokens as without what is measured."""
 
 from collections.abc import Iterator
-from itertools import count
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from benchmarks.timing import (
     Interval,
     OutOfTimeError,
     TimedPolicy,
-    TokenTimes,
     compilations,
     generate_timed,
     take_turn,
@@ -108,11 +106,6 @@ def test_deadline_ends_decoding_between_tokens() -> None:
     assert len(take_turn(model, prompt(43), SnapKV(), 50, deadline=deadline).decode) == 2
 
 
-def test_new_tokens_include_that_of_the_prefill() -> None:
-    model = tiny_model("llama", seed=1)
-    assert take_turn(model, prompt(43), None, 1).decode == ()
-
-
 def test_timed_policy_decides_as_the_policy_does_and_times_each_decision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -140,10 +133,6 @@ def test_timed_policy_times_the_choice_of_a_restart(monkeypatch: pytest.MonkeyPa
     with cache.attached(model), torch.inference_mode():
         model(prompt(43), cache=cache)
     assert policy.total_ms() == 1000.0  # the choice; layers that keep all are not asked
-
-
-def test_timed_returns_what_came() -> None:
-    assert timed(CPU, lambda: 17)[0] == 17
 
 
 class FakeEvent:
@@ -211,12 +200,6 @@ def test_memory_of_a_gpu_is_the_peak_of_each_phase(
     assert turn.prefill.device_ms == 1.0
 
 
-def test_steps_are_those_of_tokens_after_the_first() -> None:
-    clock = TokenTimes()
-    clock.seconds = [0.0, 1.0, 2.0, 3.0, 4.0, 4.5, 4.6, 4.8]  # a prompt, then seven tokens
-    assert clock.steps(1 + 4) == pytest.approx([0.1, 0.2])
-
-
 # Answers of `generate`.
 
 POLICIES: dict[str, Any] = {
@@ -270,14 +253,6 @@ def test_a_token_is_from_one_reading_of_the_clock_to_the_next(
     assert [int(token) for token in clock.tokens] == [1, 2, 3]
     waited = ["wait", "read"]
     assert log == [*waited, *waited, "prefill over", *waited, *waited]
-
-
-def test_a_deadline_is_asked_by_layers_of_the_prompt_and_by_tokens(model: PreTrainedModel) -> None:
-    asked = count()
-    deadline = Deadline(1e9, lambda: float(next(asked)))
-    generate_timed(model, prompt(43), None, 6, room=6, deadline=deadline)
-    assert next(asked) == 1 + (1 + 4 + 6)  # when made; the prompt's start, 4 layers, 6 tokens
-    assert layer_hooks(model) == 0
 
 
 @pytest.mark.parametrize("name", ["full_context", "fastkv"])
