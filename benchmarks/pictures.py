@@ -110,9 +110,9 @@ def _growth(axes: Axes, points: list[dict[str, Any]]) -> None:
     from matplotlib.ticker import LogFormatter
 
     for index, name in enumerate(dict.fromkeys(point["policy"] for point in points)):
-        own = [each for each in points if each["policy"] == name and each["peak"] is not None]
-        known = [(each["at"], each["peak"]["growth_bytes"] / 2**20) for each in own]
-        if known:
+        peaks = {each["at"]: each["peak"] for each in points if each["policy"] == name}
+        known = [(at, peak["growth_bytes"] / 2**20) for at, peak in peaks.items() if peak]
+        if any(found for _, found in known):
             marker = _MARKERS[index % len(_MARKERS)]
             axes.plot(*zip(*known, strict=True), marker=marker, markersize=5, label=name)
     axes.set_xscale("log", base=2)
