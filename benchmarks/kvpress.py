@@ -323,6 +323,7 @@ def ask(options: argparse.Namespace) -> dict[str, Any]:
 def compared(both: Sequence[Sequence[Row]]) -> Row:
     """Compare the answers of one method at one rate: kvpolicy's and kvpress's, prompt by prompt.
 
+    ``heads_nested`` counts heads of which one side keeps all that the other keeps, or more;
     ``shared`` is the share of kept positions that both keep; ``seconds`` are medians.
     """
     pairs = [
@@ -339,6 +340,7 @@ def compared(both: Sequence[Sequence[Row]]) -> Row:
         "texts_equal": sum(a["tokens"] == b["tokens"] for a, b in zip(*both, strict=True)),
         "heads": len(pairs),
         "heads_equal": sum(mine == other for mine, other in pairs),
+        "heads_nested": sum(mine & other in (mine, other) for mine, other in pairs),
         "shared": 2 * shared / kept if pairs else None,
         "right": {library: sum(row["right"] for row in rows) for library, rows in named},
         "seconds": {library: median(row["seconds"] for row in rows) for library, rows in named},
@@ -346,39 +348,38 @@ def compared(both: Sequence[Sequence[Row]]) -> Row:
 
 
 def rows_of(asked: Mapping[str, Any], folder: Path, decode: Any) -> list[Row]:
-    """Return a row for each method and rate; ``decode`` turns tokens into text."""
     from kvpolicy.evaluation.tasks.question import any_answer
 
     answers = [answers_in(folder, library) for library in LIBRARIES]
-    for row in (row for found in answers for row in found.values()):
-        text = decode(row["tokens"]).partition("\n")[0]
-        row["right"] = any_answer(text, asked["prompts"][row["prompt"]]["answers"]) == 1
     rows = []
     for method, rate in dict.fromkeys((method, rate) for method, rate, _ in keys_of(asked)):
-        keys = [(method, rate, index) for index in range(len(asked["prompts"]))]
+        found = [
+            [of[method, rate, index] for index in range(len(asked["prompts"]))] for of in answers
+        ]
+        for row in (*found[0], *found[1]):
+            text = decode(row["tokens"]).partition("\n")[0]
+            row["right"] = any_answer(text, asked["prompts"][row["prompt"]]["answers"]) == 1
         press, setting, later = METHODS[method]
         head = {"method": method, "press": press, "setting": setting, "rate": rate}
-        found = compared([[of[key] for key in keys] for of in answers])
-        rows.append({**head, "asked_later": later, **found})
+        rows.append({**head, "asked_later": later, **compared(found)})
     return rows
 
 
 def table(record: Mapping[str, Any]) -> str:
-    lines = ["method              kept asked  texts equal   heads equal shared   right   CPU s"]
+    lines = ["method              kept asked  texts equal  heads equal nested shared right   CPU s"]
     for row in record["rows"]:
         shared = "-" if row["shared"] is None else f"{row['shared']:.4f}"
         right, seconds = row["right"].values(), row["seconds"].values()
         lines.append(
             f"{row['method']:<19}{row['rate']:5.0%} {'later' if row['asked_later'] else 'known'}"
             f"{row['texts_equal']:>7} of {row['prompts']:<2}"
-            f"{row['heads_equal']:>7} of {row['heads']:<4}{shared:>7}"
-            f"{'/'.join(map(str, right)):>8}{'/'.join(f'{each:.1f}' for each in seconds):>11}"
+            f"{row['heads_equal']:>7} of {row['heads']:<4}{row['heads_nested']:>6}{shared:>7}"
+            f"{'/'.join(map(str, right)):>6}{'/'.join(f'{each:.1f}' for each in seconds):>10}"
         )
     return "\n".join([*lines, "right, CPU s: kvpolicy/kvpress; CPU s of reading and choosing"])
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line and check it before any process starts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kvpress-python", type=Path, default=Path())
     parser.add_argument("--prompts", type=int, default=4)
@@ -409,7 +410,6 @@ def check_same(asked: Mapping[str, Any], folder: Path) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Let both libraries answer, and return the record of their results."""
     from transformers import AutoTokenizer
 
     from kvpolicy.evaluation.results import environment

@@ -156,6 +156,9 @@ def test_rows_compare_texts_heads_and_right_answers(tmp_path: Path) -> None:
 
     (tmp_path / "kvpolicy.jsonl").write_text(answer([7, 8], [["b", "3"]], 2.0))
     (tmp_path / "kvpress.jsonl").write_text(answer([8], [["b", "5"]], 3.0))
+    for name in kvpress.LIBRARIES:  # of an earlier start with more prompts
+        with (tmp_path / f"{name}.jsonl").open("a") as file:
+            file.write(answer([9], [["1", "1"]], 1.0).replace('"prompt": 0', '"prompt": 1'))
     only = asked("", rates=[0.5], methods=["snapkv"])
     (row,) = kvpress.rows_of(only, tmp_path, lambda ids: "\n".join(map(str, ids)))
     assert row == {
@@ -168,6 +171,7 @@ def test_rows_compare_texts_heads_and_right_answers(tmp_path: Path) -> None:
         "texts_equal": 0,
         "heads": 2,
         "heads_equal": 1,
+        "heads_nested": 1,
         "shared": 2 * 4 / (5 + 5),
         "right": {"kvpolicy": 1, "kvpress": 0},
         "seconds": {"kvpolicy": 2.0, "kvpress": 3.0},
