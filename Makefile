@@ -166,9 +166,8 @@ bench: $(VENV)/installed
 
 # The pictures again, from the numbers that are there.
 pictures: $(VENV)/installed
-	$(BIN)/python benchmarks/needle.py
 	$(BIN)/python benchmarks/methods.py --show benchmarks/results/methods.json
-	$(BIN)/python benchmarks/benefit.py
+	$(BIN)/python benchmarks/chunks.py --show benchmarks/results/chunks.json
 
 bench-chunks: $(VENV)/installed
 	$(BIN)/python benchmarks/chunks.py $(ARGS)
@@ -180,14 +179,14 @@ bench-gpu:
 bench-overhead: $(VENV)/installed
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
 
-$(KVPRESS)/installed: benchmarks/kvpress/constraints.txt
+$(KVPRESS)/installed: benchmarks/kvpress_constraints.txt
 	$(PYTHON) -m venv $(KVPRESS)
 	$(KVPRESS)/bin/pip install --quiet -c $< torch
 	$(KVPRESS)/bin/pip install --quiet -c $< kvpress
 	touch $@
 
 bench-kvpress: $(VENV)/installed $(KVPRESS)/installed
-	$(BIN)/python benchmarks/kvpress/compare.py --kvpress-python $(KVPRESS)/bin/python $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kvpress.py --kvpress-python $(KVPRESS)/bin/python $(ARGS)
 
 $(VENV)/docs-installed: $(VENV)/installed
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
