@@ -16,21 +16,16 @@ if TYPE_CHECKING:
         window_attention,
     )
     from kvpolicy.evaluation.analysis.distances import OutputDistances, output_distances
-    from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy
-    from kvpolicy.evaluation.comparison.latency import Latencies, Phase, Timing, measure_latency
-    from kvpolicy.evaluation.comparison.rows import Comparison, Row, compare
-    from kvpolicy.evaluation.comparison.sweep import (
-        HeldOut,
-        RateSweep,
-        Sweep,
-        sweep_rates,
-        sweep_tsp_layers,
-    )
+    from kvpolicy.evaluation.asking import Asked, Asker
+    from kvpolicy.evaluation.cells import Cell, Compared, cells_of, compared
+    from kvpolicy.evaluation.comparison.study import Comparison, Row, compare
     from kvpolicy.evaluation.estimate.cost import Estimate, estimate_cost
     from kvpolicy.evaluation.estimate.model_shape import LayerShape, ModelShape
     from kvpolicy.evaluation.estimate.shapes import load_shape, shape_of
     from kvpolicy.evaluation.models import Loaded, load
-    from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_prompts
+    from kvpolicy.evaluation.scoring import Outcome, outcomes
+    from kvpolicy.evaluation.tasks.naming import task_named
+    from kvpolicy.evaluation.tasks.question import Question
     from kvpolicy.evaluation.variant import Variant, variants
     from kvpolicy.registry import build_policy
 else:
@@ -45,62 +40,48 @@ else:
                 "window_attention",
             ),
             "kvpolicy.evaluation.analysis.distances": ("OutputDistances", "output_distances"),
-            "kvpolicy.evaluation.comparison.accuracy": ("Score", "measure_accuracy"),
-            "kvpolicy.evaluation.comparison.latency": (
-                "Latencies",
-                "Phase",
-                "Timing",
-                "measure_latency",
-            ),
-            "kvpolicy.evaluation.comparison.rows": ("Comparison", "Row", "compare"),
-            "kvpolicy.evaluation.comparison.sweep": (
-                "HeldOut",
-                "RateSweep",
-                "Sweep",
-                "sweep_rates",
-                "sweep_tsp_layers",
-            ),
-            "kvpolicy.evaluation.variant": ("Variant", "variants"),
+            "kvpolicy.evaluation.asking": ("Asked", "Asker"),
+            "kvpolicy.evaluation.cells": ("Cell", "Compared", "cells_of", "compared"),
+            "kvpolicy.evaluation.comparison.study": ("Comparison", "Row", "compare"),
             "kvpolicy.evaluation.estimate.cost": ("Estimate", "estimate_cost"),
             "kvpolicy.evaluation.estimate.model_shape": ("LayerShape", "ModelShape"),
             "kvpolicy.evaluation.estimate.shapes": ("load_shape", "shape_of"),
             "kvpolicy.evaluation.models": ("Loaded", "load"),
-            "kvpolicy.evaluation.tasks.prompts": ("Prompt", "needle_prompts", "read_prompts"),
+            "kvpolicy.evaluation.scoring": ("Outcome", "outcomes"),
+            "kvpolicy.evaluation.tasks.naming": ("task_named",),
+            "kvpolicy.evaluation.tasks.question": ("Question",),
+            "kvpolicy.evaluation.variant": ("Variant", "variants"),
         },
     )
 
 __all__ = [
+    "Asked",
+    "Asker",
+    "Cell",
+    "Compared",
     "Comparison",
     "Estimate",
-    "HeldOut",
-    "Latencies",
     "LayerShape",
     "Loaded",
     "ModelShape",
+    "Outcome",
     "OutputDistances",
     "Overlap",
-    "Phase",
-    "Prompt",
-    "RateSweep",
+    "Question",
     "Row",
-    "Score",
-    "Sweep",
-    "Timing",
     "Variant",
     "attention_recall",
     "build_policy",
+    "cells_of",
     "compare",
+    "compared",
     "estimate_cost",
     "load",
     "load_shape",
-    "measure_accuracy",
-    "measure_latency",
-    "needle_prompts",
+    "outcomes",
     "output_distances",
-    "read_prompts",
     "shape_of",
-    "sweep_rates",
-    "sweep_tsp_layers",
+    "task_named",
     "topk_overlap",
     "variants",
     "window_attention",

@@ -30,7 +30,6 @@ class Cell:
         divergence: Mean over the questions of the divergence from full context, in nats.
         kept: Fraction of the read tokens that a layer holds.
         held: Bytes that are held, as a fraction of full context's.
-        cost: Median over the questions of the processor time of reading, divided by full context's.
     """
 
     policy: str
@@ -42,7 +41,6 @@ class Cell:
     divergence: float
     kept: float
     held: float
-    cost: float
 
 
 def cells_of(outcomes: Iterable[Outcome]) -> list[Cell]:
@@ -56,19 +54,16 @@ def cells_of(outcomes: Iterable[Outcome]) -> list[Cell]:
         The cells, in the order in which kinds and policies first appear.
     """
     listed = list(outcomes)
-    full = listed[0].policy if listed else ""
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for each in listed:
         groups.setdefault((each.kind, each.policy), []).append(each)
-    return [
-        _cell(policy, kind, group, groups[kind, full]) for (kind, policy), group in groups.items()
-    ]
+    return [cell_of(policy, kind, group) for (kind, policy), group in groups.items()]
 
 
-def _cell(policy: str, kind: str, own: Sequence[Outcome], full: Sequence[Outcome]) -> Cell:
+def cell_of(policy: str, kind: str, own: Sequence[Outcome]) -> Cell:
+    """Sum up a policy's outcomes of one kind, at least one."""
     scores = [each.score for each in own if each.score is not None]
     score = fmean(scores) if scores else None
-    times = zip(own, full, strict=True)
     return Cell(
         policy=policy,
         kind=kind,
@@ -79,7 +74,6 @@ def _cell(policy: str, kind: str, own: Sequence[Outcome], full: Sequence[Outcome
         divergence=fmean(each.divergence for each in own),
         kept=fmean(each.kept / each.seen for each in own),
         held=fmean(each.held_bytes / each.full_bytes for each in own),
-        cost=median(each.cpu_seconds / max(base.cpu_seconds, 1e-9) for each, base in times),
     )
 
 

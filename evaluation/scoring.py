@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from kvpolicy.evaluation.asking import Asked, check_fits
 from kvpolicy.evaluation.progress import Progress, silent
-from kvpolicy.evaluation.refusals import naming
-from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers import PolicyCache, read_together
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FullContext
 from kvpolicy.policy import CachePolicy
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
 FULL = "full context"
 """The name of full context where it is not among the policies."""
@@ -45,8 +45,6 @@ class Outcome:
         kept: Tokens that a layer held afterwards, mean over layers and KV heads.
         held_bytes: Bytes of their keys and values.
         full_bytes: Bytes that full context holds.
-        seconds: Time of reading under the policy.
-        cpu_seconds: Processor time of it, all threads together.
     """
 
     policy: str
@@ -60,53 +58,6 @@ class Outcome:
     kept: float
     held_bytes: int
     full_bytes: int
-    seconds: float
-    cpu_seconds: float
-
-
-@attrs.frozen(eq=False)
-class Read:
-    """A prompt, or its document, that was read under a policy.
-
-    Args:
-        name: The policy's name.
-        cache: What was kept.
-        logits: ``[vocabulary]`` of the token that follows.
-        seconds: Time of reading.
-        cpu_seconds: Processor time of it.
-    """
-
-    name: str
-    cache: PolicyCache
-    logits: Tensor
-    seconds: float
-    cpu_seconds: float
-
-
-def caches_of(
-    model: PreTrainedModel,
-    ids: Sequence[int],
-    policies: Mapping[str, CachePolicy],
-) -> Iterator[Read]:
-    """Read one text under each policy, and yield a cache for each.
-
-    Args:
-        model: A decoder-only model of Transformers, in evaluation mode.
-        ids: Token ids of the text.
-        policies: By name.
-
-    Raises:
-        ValueError: A policy cannot be applied to the model; the message begins with its name.
-    """
-    for name, policy in policies.items():
-        cache = PolicyCache(policy)
-        with naming(name):
-            _wait(model)
-            start, cpu_start = time.perf_counter(), time.process_time()
-            logits = _append(model, cache, ids, last=True)[-1]
-            _wait(model)
-            seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-        yield Read(name, cache, logits, seconds, cpu_seconds)
 
 
 @torch.no_grad()
@@ -120,6 +71,8 @@ def outcomes(
     progress: Progress = silent,
 ) -> Iterator[Outcome]:
     """Yield what each policy does with each question; full context is the first of each.
+
+    A prompt is read once for all policies, as far as they read the same.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -140,21 +93,28 @@ def outcomes(
         name: policy for name, policy in policies.items() if policy is not None
     }
     done, total = 0, len(asked) * len(ordered)
+    progress("questions", done, total)
     for each in asked:
         ids = each.document_ids + (() if later else each.question_ids)
         reference: Tensor | None = None
-        for read in caches_of(model, ids, ordered):
-            progress("questions", done, total)
-            report = read.cache.report().total  # before anything is appended
-            logits = read.logits
+        caches = read_together(model, torch.tensor([ids], device=model.device), ordered)
+        for name in ordered:
+            cache, logits = caches.pop(name), caches.logits[name][0].float()
+            report = cache.report().total  # before anything is appended
             if later and each.question_ids:
-                logits = _append(model, read.cache, each.question_ids, last=True)[-1]
-            rows = _rows(model, copy.copy(read.cache), logits, each.answer_ids)
+                logits = append(model, cache, each.question_ids, last=True)[-1]
+            question, right = each.question, torch.tensor(each.answer_ids, device=logits.device)
+            answered = copy.copy(cache)
+            rows = _rows(model, answered, logits, each.answer_ids)
             reference = rows if reference is None else reference
-            text = _answer(model, tokenizer, read.cache, logits, each)
-            question, right = each.question, torch.tensor(each.answer_ids, device=rows.device)
+            agreed = int((rows.argmax(1) == right).cumprod(0).sum())
+            if cache.policy.decoding is None and all(it.is_croppable for it in cache.layers):
+                answered.crop(min(agreed + 1, len(right)) - len(right))
+                text = _answer(model, tokenizer, answered, rows[: agreed + 1], each)
+            else:
+                text = _answer(model, tokenizer, cache, rows[:1], each)
             yield Outcome(
-                policy=read.name,
+                policy=name,
                 kind=question.kind,
                 text=text,
                 score=question.score(text, question.answers) if question.new_tokens else None,
@@ -165,11 +125,9 @@ def outcomes(
                 kept=report.kept,
                 held_bytes=report.held_bytes,
                 full_bytes=report.full_bytes,
-                seconds=read.seconds,
-                cpu_seconds=read.cpu_seconds,
             )
             done += 1
-    progress("questions", done, total)
+            progress("questions", done, total)
 
 
 def divergence(reference: Tensor, rows: Tensor) -> float:
@@ -195,17 +153,24 @@ def divergence(reference: Tensor, rows: Tensor) -> float:
     return total / len(rows)
 
 
-def _append(
-    model: PreTrainedModel, cache: PolicyCache, ids: Sequence[int], *, last: bool = False
+def append(
+    model: PreTrainedModel, cache: Cache, ids: Sequence[int], *, last: bool = False
 ) -> Tensor:
     """Read ids into a cache and return the logits of all, or of the last ``[len, vocabulary]``.
 
-    The policy chooses in the first call; later ones append.
+    A policy chooses in the first call; later ones append.
+
+    Args:
+        model: A decoder-only model of Transformers, in evaluation mode.
+        cache: Ours, or one of Transformers.
+        ids: Token ids, at least one.
+        last: Whether only the last token's logits are needed.
     """
     tokens = torch.tensor([ids], device=model.device)
     keep = {"logits_to_keep": 1} if last and _keeps(model) else {}
-    with torch.no_grad(), cache.attached(model):
-        logits: Tensor = model(tokens, cache=cache, **keep).logits[0]
+    attached = cache.attached(model) if isinstance(cache, PolicyCache) else nullcontext()
+    with torch.no_grad(), attached:
+        logits: Tensor = model(tokens, **{CACHE: cache}, **keep).logits[0]
     return logits.float()
 
 
@@ -230,25 +195,33 @@ def _rows(
     """
     rows = logits[None]
     if len(answer) > 1:
-        rows = torch.cat([rows, _append(model, cache, answer[:-1])])
+        rows = torch.cat([rows, append(model, cache, answer[:-1])])
     return rows.log_softmax(1)
 
 
 def _answer(
-    model: PreTrainedModel, tokenizer: Any, cache: PolicyCache, logits: Tensor, asked: Asked
+    model: PreTrainedModel, tokenizer: Any, cache: PolicyCache, rows: Tensor, asked: Asked
 ) -> str:
-    """Return the greedy answer, up to an end token, a line's end, or the most tokens allowed."""
+    """Return the greedy answer, up to an end token, a line's end, or the most tokens allowed.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        cache: What comes before the answer, and all tokens that are known but the last.
+        rows: ``[known, vocabulary]`` for the answer's first tokens, at least one.
+        asked: The question.
+    """
     ends, ids, text = _ends(model, tokenizer), list[int](), ""
-    for _ in range(asked.question.new_tokens):
-        token = int(logits.argmax())
-        if token in ends:
+    known = rows.argmax(1).tolist()
+    for index in range(asked.question.new_tokens):
+        if index == len(known):
+            known.append(int(append(model, cache, [ids[-1]])[-1].argmax()))
+        if known[index] in ends:
             break
-        ids.append(token)
+        ids.append(known[index])
         text = tokenizer.decode(ids, skip_special_tokens=True)
         if asked.question.one_line and "\n" in text.lstrip():
             break
-        if len(ids) < asked.question.new_tokens:
-            logits = _append(model, cache, [token])[-1]
     return text
 
 
@@ -257,9 +230,3 @@ def _ends(model: PreTrainedModel, tokenizer: Any) -> set[int]:
     said = model.generation_config.eos_token_id
     several = said if isinstance(said, list) else [said]
     return {each for each in (*several, tokenizer.eos_token_id) if each is not None}
-
-
-def _wait(model: PreTrainedModel) -> None:
-    """Wait until a GPU has done its work, so that times are those of the work."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)

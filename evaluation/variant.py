@@ -33,10 +33,28 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """The policy's name and retention, which together are unique in a comparison."""
+        """Its name, the layer of its drop if one was set, and its retention: unique in a table."""
+        layer = self.parameters.get("tsp_layer")
+        name = self.name if layer is None else f"{self.name}@{layer}"
         if self.retention_tokens is not None:
-            return f"{self.name} {self.retention_tokens} tokens"
-        return self.name if self.retention_rate is None else f"{self.name} {self.retention_rate:g}"
+            return f"{name} {self.retention_tokens} tokens"
+        return name if self.retention_rate is None else f"{name} {self.retention_rate:g}"
+
+    def at_layers(self, layers: Sequence[int]) -> list[Variant]:
+        """Return the policy with its drop at each of some layers; itself if it has no such layer.
+
+        Raises:
+            ValueError: The policy refuses a layer.
+        """
+        factory = registered("policy").get(self.name)  # none of a composition
+        if factory is None or "tsp_layer" not in parameters_of(factory):
+            return [self]
+        found = []
+        for layer in layers:
+            parameters = {**self.parameters, "tsp_layer": layer}
+            policy = build_policy(self.name, **parameters)
+            found.append(attrs.evolve(self, policy=policy, parameters=parameters))
+        return found
 
     def check_model(self, num_layers: int) -> None:
         """Check that the policy's layers exist in a model, see `CachePolicy.check_model`.

@@ -41,7 +41,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 )
 
 # Those that are written as plain functions.
-PLAIN = (analyze, calibrate, generate)
+PLAIN = (analyze, calibrate, check, compare, estimate, export, generate, policies, serve_check)
 
 app = typer.Typer(
     name="kvpolicy",

@@ -1,31 +1,214 @@
-"""Run `kvpolicy compare`: policies side by side on prompts with known answers."""
+"""Run `kvpolicy compare`: policies side by side on questions about real text."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import attrs
+from kvpolicy.evaluation.commands.shared import (
+    Device,
+    Dtype,
+    ModelName,
+    Option,
+    Threads,
+    with_policies,
+)
+from kvpolicy.evaluation.policy_options import PolicyOptions
+from kvpolicy.evaluation.tasks.naming import NAMES, check_task
 
-from kvpolicy.evaluation.commands.working import work
-from kvpolicy.evaluation.comparison.settings import Settings
-from kvpolicy.evaluation.options import Option
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvpolicy.evaluation.comparison.study import Comparison
+    from kvpolicy.evaluation.models import Loaded
+
+# With full context, the twelve rows that are shown by default: the methods that people know.
+SHOWN = (
+    "replaykv",
+    "criticalkv",
+    "adakv",
+    "snapkv",
+    "fastkv",
+    "gemfilter",
+    "keydiff",
+    "expected_attention",
+    "h2o",
+    "streamingllm",
+    "random",
+)
+RATES = (0.1, 0.2)
+FILES = ("compare.json", "compare.png")
+_TASKS = (
+    f"What is asked: {', '.join(NAMES)}, or a file of lines "
+    '{"context": "...", "question": "...", "answer": "..."}; repeatable; default: needles.'
+)
 
 
-@attrs.frozen(kw_only=True)
-class CompareOptions:
-    """The command-line options of `kvpolicy compare`."""
-
-    settings: Settings
+@with_policies
+def compare(
+    *,
+    model: ModelName = None,
+    task: Annotated[
+        list[str] | None,
+        Option(
+            metavar="NAME",
+            help=_TASKS,
+        ),
+    ] = None,
+    context: Annotated[int, Option(min=1, metavar="N", help="Tokens of a prompt, at most.")] = 1500,
+    count: Annotated[
+        int, Option(min=1, metavar="N", help="Prompts of each task; of a file the first ones.")
+    ] = 16,
+    later: Annotated[
+        bool,
+        Option("--later", help="Policies read the document before they know the question."),
+    ] = False,
+    all_policies: Annotated[bool, Option("--all", help="All policies, not only twelve.")] = False,
+    tsp_layers: Annotated[
+        str | None,
+        Option(
+            metavar="LAYERS",
+            help="Layers such as 7,14,21: policies that drop tokens get a row for each.",
+        ),
+    ] = None,
+    seed: Annotated[int, Option(metavar="N", help="Of the prompts.")] = 0,
+    rounds: Annotated[
+        int,
+        Option(min=0, metavar="N", help="Prompts that are timed; fewer than 5 tell no time."),
+    ] = 5,
+    answer_tokens: Annotated[
+        int, Option(min=1, metavar="N", help="Tokens decoded for each of them.")
+    ] = 16,
+    threads: Threads = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
     out: Annotated[
-        Path | None, Option("Folder for compare.json and the pictures.", metavar="DIR")
-    ] = None
+        Path | None, Option(metavar="DIR", help=f"Folder for {' and '.join(FILES)}.")
+    ] = None,
+    policies: PolicyOptions,
+) -> None:
+    """Compare policies with full context: right answers, probability, memory and time.
 
-
-def compare(options: CompareOptions) -> None:
-    """Compare policies with full context: accuracy, memory and speed.
-
-    By default eleven policies and full context, each keeping 2% and 5% of a prompt's tokens.
-    --all compares every policy; --thorough every policy at 2%, 10% and 20%, on more prompts.
+    By default eleven policies and full context, each keeping 10% and 20% of prompts of 1,500
+    tokens of real text. --all compares every policy.
     """
-    work("compare", options)
+    tasks = tuple(dict.fromkeys(task or ("needles",)))
+    for each in tasks:
+        check_task(each)
+    layers = _layers(tsp_layers)
+
+    import attrs
+    import torch
+
+    from kvpolicy.evaluation.chosen import chosen_variants
+    from kvpolicy.evaluation.commands.terminal import load_shown, plain_console, progress_shown
+    from kvpolicy.evaluation.comparison.study import compare as run_comparison
+    from kvpolicy.evaluation.extras import require
+    from kvpolicy.evaluation.results import check_folder, check_threads, default_threads
+    from kvpolicy.evaluation.tasks.naming import task_named
+
+    if not (policies.names or policies.parts or all_policies):
+        policies = attrs.evolve(policies, names=SHOWN)
+    chosen = chosen_variants(policies, policies.rates or RATES)
+    if layers:
+        chosen = [each for one in chosen for each in one.at_layers(layers)]
+    if out is not None:
+        check_folder(out, FILES)
+        require("matplotlib", extra="plot")
+    used = default_threads() if threads is None else check_threads(threads)
+    torch.set_num_threads(used)
+    loaded = load_shown(model, dtype=dtype, device=device)
+    for variant in chosen:
+        variant.check_model(loaded.model.config.num_hidden_layers)
+    questions = [
+        each
+        for name in tasks
+        for each in task_named(name).questions(loaded.tokenizer, context, count, seed)
+    ]
+    console = plain_console()
+    said = f"{len(questions)} prompts of {', '.join(tasks)}, up to {context:,} tokens"
+    _headline(console, loaded, used, said + (", the question asked later" if later else ""))
+    settings = {
+        "model": loaded.name,
+        "dtype": loaded.dtype,
+        "tasks": list(tasks),
+        "context": context,
+        "count": count,
+        "later": later,
+        "seed": seed,
+        "rounds": rounds,
+        "answer_tokens": answer_tokens,
+    }
+
+    def show(found: Comparison) -> None:
+        _show(found)
+        if out is not None:
+            _write(found, settings, loaded, out)
+
+    with progress_shown(console) as progress:
+        found = run_comparison(
+            loaded.model,
+            loaded.tokenizer,
+            questions,
+            chosen,
+            later=later,
+            rounds=rounds,
+            new_tokens=answer_tokens,
+            progress=progress,
+            unfinished=show,
+        )
+    show(found)
+
+
+def _layers(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    try:
+        found = tuple(dict.fromkeys(int(each) for each in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 0:
+        raise ValueError(f"--tsp-layers must be numbers separated by commas, got {text!r}")
+    return found
+
+
+def _headline(console: Console, loaded: Loaded, threads: int, said: str) -> None:
+    from kvpolicy.evaluation.results import environment
+
+    found = environment(loaded.model.device)
+    versions, machine = found["versions"], found["machine"]
+    console.print(
+        f"kvpolicy {versions['kvpolicy']}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}\nmodel {loaded.name} in {loaded.dtype} on "
+        f"{machine.get('gpu', machine['device'])}, {threads} thread{'s' * (threads > 1)}, "
+        f"{machine['processor']}\n{said}",
+        style="dim",
+    )
+
+
+def _show(found: Comparison) -> None:
+    from rich.console import Console
+
+    from kvpolicy.evaluation.commands.terminal import plain_console
+    from kvpolicy.evaluation.comparison.table import comparison_table, legend, sentences
+
+    console = Console(highlight=False, markup=False)
+    console.print()
+    console.print(comparison_table(found))
+    console.print()
+    for line in legend(found):
+        console.print(line, style="dim")
+    for line in sentences(found):
+        console.print(line)
+    if not found.finished:
+        plain_console().print(f"stopped after {found.questions} questions, before the timing")
+
+
+def _write(found: Comparison, settings: dict[str, Any], loaded: Loaded, out: Path) -> None:
+    from kvpolicy.evaluation.commands.terminal import show_written
+    from kvpolicy.evaluation.comparison.picture import plot_comparison
+    from kvpolicy.evaluation.results import as_json, environment, write_all
+
+    data = {"settings": settings, **environment(loaded.model.device), **found.as_data()}
+    write_all(out, dict(zip(FILES, (as_json(data), plot_comparison(found)), strict=True)))
+    show_written(out, FILES)

@@ -55,14 +55,13 @@ Threads = Annotated[
         help="CPU threads; default: OMP_NUM_THREADS, else the idle processors, at most 4.",
     ),
 ]
-PromptFile = Annotated[
-    Path | None,
-    Option(
-        metavar="FILE",
-        help="File with the prompt as UTF-8 text, or - for standard input; line ends at the end "
-        "are removed.",
-    ),
-]
+_PROMPT_FILE = Option(
+    metavar="FILE",
+    help="File with the prompt as UTF-8 text, or - for standard input; line ends at the end are "
+    "removed.",
+)
+PromptFile = Annotated[Path | None, _PROMPT_FILE]
+RequiredPromptFile = Annotated[Path, _PROMPT_FILE]
 Chat = Annotated[
     bool | None,
     Option("--chat/--no-chat", help="Use the model's chat template; default: if it has one."),

@@ -1,1 +1,1 @@
-"""Compare methods by accuracy, memory and speed, as a table, JSON and pictures."""
+"""Policies side by side on the same questions: answers, probabilities, memory and time."""

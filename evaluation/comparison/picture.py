@@ -1,105 +1,78 @@
-"""Draw the comparison: what its table says, from the numbers of ``compare.json`` alone."""
+"""Draw a comparison: what each policy keeps of full context's answers, and what it costs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from kvpolicy.evaluation.cells import Cell
+from kvpolicy.evaluation.comparison.study import Comparison, Row
+from kvpolicy.evaluation.comparison.table import grouped, name_of
+from kvpolicy.evaluation.pictures import new_figure, png
 
-from kvpolicy.evaluation.comparison.layout import speed_text
-from kvpolicy.evaluation.comparison.shown import Budget, Line, Shown
-from kvpolicy.evaluation.pictures import (
-    Cell,
-    accuracy_colour,
-    draw_grid,
-    new_figure,
-    png,
-    row_axis,
-)
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-# Inches: of a policy's name, a budget's column, a chart of bars.
-_NAME, _COLUMN, _CHART = 1.6, 0.7, 2.1
-_FAST, _SLOW, _HELD, _BASELINE = "#1a7f37", "#8c6bb1", "#4878a8", "#888888"
+_COLOURS = ("#9ecae1", "#2171b5", "#08306b", "#6a51a3", "#a63603", "#7f2704")
+_WIDTH, _HEIGHT = 10.0, 0.26
 
 
-def plot_comparison(data: Mapping[str, Any], names: Sequence[str] | None = None) -> bytes:
-    """Plot what a comparison's table says; return the picture as PNG bytes.
+def plot_comparison(found: Comparison) -> bytes:
+    """Plot right answers, or the probability lost, and the time of prefill; return PNG bytes.
 
-    A row for each policy, in the order of the table. On the left its right answers at every
-    budget, then bars: how much of the cache it holds, and how fast it reads and decodes. A speed
-    whose rounds disagree has a dash and no bar.
-
-    Args:
-        data: As `Comparison.as_data` makes it, or a file of results holds it.
-        names: Which policies to draw, full context aside; None for all.
+    A line for each policy and a dot for each budget, with the 95% interval of its right answers.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    shown = Shown.of(data)
-    lines = [
-        line
-        for line in shown.lines
-        if names is None or line is shown.lines[0] or line.name in names
-    ]
-    widths = [_COLUMN * max(len(shown.budgets), 2)] + [_CHART] * 3
-    figure = new_figure(_NAME + sum(widths), len(lines))
-    right, held, prefill, decode = figure.subplots(1, len(widths), sharey=True, width_ratios=widths)
-    row_axis(right, [line.name for line in lines])
-    columns = [f"keeps\n{each.words}" for each in shown.budgets] or ["all"]
-    cells = [_cells(line.right) for line in lines]
-    draw_grid(right, "right answers (%)", columns, cells, accuracy_colour())
-    at = f", keeping {shown.budget.words}" if shown.budget else ""
-    shares = [100 * line.share for line in lines]
-    _bars(held, f"cache held (%){at}", shares, [f"{each:.1f}" for each in shares], ())
-    for panel, title, speeds in (
-        (prefill, "prefill, times as fast", [line.prefill for line in lines]),
-        (decode, "decoding, times as fast", [line.decode for line in lines]),
-    ):
-        _bars(panel, title, speeds, [speed_text(each) for each in speeds], (1.0,))
-    model = data["timed_model"] or "the model itself"
-    figure.supxlabel(
-        f"Right answers: of {shown.prompts} prompts. Cache and speeds: a prompt of "
-        f"{data['timed_tokens']:,} tokens, {model}{at};\nspeeds against the model without kvpolicy"
-        + ("; -: rounds disagree." if _left_out(lines) else "."),
-        fontsize=9,
-    )
+    groups = {budget: rows for budget, rows in grouped(found).items() if budget}
+    names = list(dict.fromkeys(name_of(row.variant) for rows in groups.values() for row in rows))
+    scored = found.full.total.score is not None
+    best = {name: _best(found, groups, name) for name in names}
+    names.sort(key=lambda name: best[name], reverse=True)
+    figure = new_figure(_WIDTH, len(names) + 4)
+    answers, cost = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    for index, (budget, rows) in enumerate(groups.items()):
+        colour = _COLOURS[index % len(_COLOURS)]
+        shift = _HEIGHT * (index - (len(groups) - 1) / 2)
+        for row in rows:
+            place = names.index(name_of(row.variant)) + shift
+            if scored:
+                score, (low, high) = _share(row.total)
+                answers.plot([low, high], [place, place], color=colour, linewidth=1.2, alpha=0.6)
+                answers.plot(score, place, "o", color=colour, label=f"keeping {budget}")
+            else:
+                lost = found.lost(row)
+                answers.plot(lost, place, "o", color=colour, label=f"keeping {budget}")
+            if row.times is not None and found.full.times is not None:
+                ratio = row.times.ratio(found.full.times, "prefill").median
+                cost.barh(names.index(name_of(row.variant)), ratio, height=0.6, color="#999999")
+    answers.set_yticks(range(len(names)), names, fontsize=9)
+    answers.set_ylim(len(names) - 0.4, -0.6)
+    if scored:
+        full = 100 * (found.full.total.score or 0.0)
+        answers.axvline(full, color="black", linewidth=1, linestyle=":")
+        answers.set_xlim(-3, 103)
+        answers.set_xlabel(f"right answers of {found.questions}, %; dotted: full context")
+    else:
+        answers.axvline(0, color="black", linewidth=1, linestyle=":")
+        answers.set_xlabel("nats lost for each token; dotted: full context")
+    handles, labels = answers.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    answers.legend(unique.values(), unique.keys(), fontsize=8, loc="best")
+    cost.axvline(1, color="black", linewidth=1, linestyle=":")
+    cost.set_xlabel("time of prefill; full context = 1")
+    for axes in (answers, cost):
+        axes.grid(axis="y", color="#eeeeee")
+        axes.set_axisbelow(True)
+        axes.tick_params(left=False)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+    asked = "asked after reading" if found.later else "known while reading"
+    figure.suptitle(f"prompts of up to {found.longest:,} tokens, the question {asked}", fontsize=10)
     return png(figure)
 
 
-def _cells(found: Mapping[Budget, float]) -> list[Cell]:
-    return [
-        Cell(column, f"{100 * share:.0f}", 100 * share)
-        for column, share in enumerate(found.values())
-    ]
+def _best(found: Comparison, groups: dict[str, list[Row]], name: str) -> tuple[float, float]:
+    own = [row for rows in groups.values() for row in rows if name_of(row.variant) == name]
+    return max(row.total.score or 0.0 for row in own), -min(found.lost(row) for row in own)
 
 
-def _left_out(lines: Sequence[Line]) -> bool:
-    return any(None in (line.prefill, line.decode) for line in lines)
-
-
-def _bars(
-    axes: Axes,
-    title: str,
-    values: Sequence[float | None],
-    texts: Sequence[str],
-    marks: Sequence[float],
-) -> None:
-    """Draw a bar for each row with its number behind it; marks are dotted lines."""
-    axes.set_title(f"{title}\n", fontsize=10, pad=8)
-    highest = max([*marks, *(value for value in values if value is not None)])
-    axes.set_xlim(0, 1.35 * highest)
-    axes.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    for mark in marks:
-        axes.axvline(mark, color="grey", linewidth=1.0, linestyle=":")
-    for index, (value, text) in enumerate(zip(values, texts, strict=True)):
-        length = value or 0.0
-        colour = (
-            _BASELINE if index == 0 else _HELD if not marks else _FAST if length >= 1 else _SLOW
-        )
-        axes.barh(index + 0.5, length, height=0.7, color=colour, alpha=0.75)
-        axes.text(length + 0.03 * highest, index + 0.5, text, va="center", fontsize=9)
+def _share(cell: Cell) -> tuple[float, tuple[float, float]]:
+    assert cell.score is not None
+    assert cell.interval is not None
+    return 100 * cell.score, (100 * cell.interval[0], 100 * cell.interval[1])

@@ -43,7 +43,7 @@ class ModelCheck:
     @property
     def findings(self) -> dict[str, Finding]:
         """The self-check's findings for policies that evict and for policies that drop tokens."""
-        if self.verdict is None:
+        if self.verdict is None or self.verdict.evicting == Finding():
             return {}
         return {"evicting": self.verdict.evicting, "dropping": self.verdict.dropping}
 
@@ -84,13 +84,15 @@ class ModelCheck:
         return None
 
 
-def check_model(model: nn.Module) -> ModelCheck:
+def check_model(model: nn.Module, *, always: bool = True) -> ModelCheck:
     """Check which policies a model can be used with, by running the self-check on it.
 
     Without this call, a policy is checked when it is first used with a model; see `PolicyCache`.
 
     Args:
         model: A model of Transformers.
+        always: Whether the self-check runs for every model; if not, only where the library's tests
+            do not cover its family.
 
     Raises:
         TypeError: ``model`` is not a torch module.
@@ -109,7 +111,7 @@ def check_model(model: nn.Module) -> ModelCheck:
     except UnsupportedModelError as error:
         model_type = str(getattr(config, "model_type", "unknown"))
         return ModelCheck(type(model).__name__, model_type, (), str(error), None, None)
-    verdict = verdict_of(model, parts, PolicyCache, fresh=True)
+    verdict = verdict_of(model, parts, PolicyCache, fresh=always)
     return ModelCheck(
         type(model).__name__,
         str(parts.config.model_type),

@@ -25,7 +25,7 @@ print(json.dumps([statuses, [name for name in {HEAVY} if name in sys.modules]]))
 
 def test_help_and_wrong_command_lines_import_nothing_heavy() -> None:
     commands = ("analyze", "calibrate", "check", "compare", "estimate", "eval")
-    names = (*commands, "generate", "policies", "report")
+    names = (*commands, "export", "generate", "policies", "serve-check")
     right = [["--help"], ["--version"], [], *([name, "--help"] for name in names)]
     wrong = [
         ["complare"],
@@ -72,7 +72,6 @@ def test_unknown_names_import_nothing_heavy() -> None:
         ("eval", "--tasks", "x", "--out", "x", "-p", "fastvk"): {"policy": ["fastvk"]},
         ("compare", "-p", "snapkv,nothing,h20"): {"policy": ["nothing", "h20"]},
         ("export", "--prompt-file", "-", "--to", "x", "-p", "rkw"): {"policy": ["rkw"]},
-        ("calibrate", "-p", "x"): {"policy": ["x"]},
         (*estimate, "-p", "x"): {"policy": ["x"]},
         ("generate", "--prompt", "x", "--scorer", "key_nrm:a=1", "--selector", "gqa"): {
             "scorer": ["key_nrm"],

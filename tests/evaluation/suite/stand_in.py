@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvpolicy.evaluation.variant import variants
 from kvpolicy.evaluation.suite.description import Description
 from kvpolicy.evaluation.suite.filling import expected_samples, fill
 from kvpolicy.evaluation.suite.folder import Results, load, opened
 from kvpolicy.evaluation.suite.runner import Documents, Runner
 from kvpolicy.evaluation.suite.sample import FULL_CONTEXT, Answer, Cell, Document, Method
+from kvpolicy.evaluation.variant import variants
 
 QUESTIONS = ("with", "later")
 BYTES = 512

@@ -8,13 +8,13 @@ from typing import Any
 import attrs
 import pytest
 
-from kvpolicy.evaluation.variant import variants
 from kvpolicy.evaluation.suite import Cell, Results, Summary, load, write_report
 from kvpolicy.evaluation.suite.description import Description
 from kvpolicy.evaluation.suite.filling import expected_samples, fill
 from kvpolicy.evaluation.suite.folder import SAMPLES, SETTINGS, opened
 from kvpolicy.evaluation.suite.runner import Documents
 from kvpolicy.evaluation.suite.sample import Answer, Document, Method
+from kvpolicy.evaluation.variant import variants
 from tests.evaluation.suite.stand_in import StandIn
 
 FIRST: dict[str, Any] = {
