@@ -19,12 +19,13 @@ def analyze(
         list[Path] | None,
         Option(
             metavar="FILE",
-            help="File with one prompt as UTF-8 text, or - for standard input; repeatable.",
+            help="File with one prompt as UTF-8 text, or - for standard input, instead of --task; "
+            "repeatable.",
         ),
     ] = None,
-    prompts_file: measured.PromptsFile = None,
-    context: measured.Context = None,
-    count: measured.Count = None,
+    task: measured.Task = "needles",
+    context: measured.Context = 1000,
+    count: measured.Count = 8,
     seed: measured.Seed = 0,
     chat: shared.Chat = None,
     k: Annotated[
@@ -50,10 +51,8 @@ def analyze(
     """Show which tokens each layer attends to, and how dropping the others changes the output."""
     from kvpolicy.evaluation.text_files import read_prompt
 
-    if prompt_file and (prompts_file or count or context):
-        raise ValueError("--prompt-file must be given without --prompts-file, --context, --count")
     check_rate("tsp_rate", tsp_rate)
-    threads = measured.check_before(out, FILES, threads, prompts_file)
+    threads = measured.check_before(out, FILES, threads, task)
     texts = [read_prompt(path) for path in prompt_file or ()]
 
     import torch
@@ -69,7 +68,7 @@ def analyze(
     loaded = terminal.load_shown(model, dtype=dtype, device=device)
     net = loaded.model
     inputs = [encode_prompt(loaded, text, chat=chat) for text in texts]
-    inputs = inputs or measured.prompts_of(loaded, prompts_file, context, count, seed)
+    inputs = inputs or measured.prompts_of(loaded, task, context, count, seed)
     prompts = check_prompts(net, inputs, window_size)
     lengths = [prompt.shape[1] for prompt in prompts]
     check_positions(loaded, max(lengths), beyond=beyond_positions, remedy="shorter prompts")
@@ -126,10 +125,9 @@ def analyze(
 
         from kvpolicy.evaluation.analysis.plots import plot_analysis
 
-        files = [str(path) for path in prompt_file or [prompts_file] if path]
         data: dict[str, Any] = {
-            "prompts": {"files": files} if files else {"seed": seed},
-            **{"prompt_tokens": lengths, "window_size": window_size},
+            **({"prompt_files": [*map(str, prompt_file)]} if prompt_file else {"task": task}),
+            **{"seed": seed, "prompt_tokens": lengths, "window_size": window_size},
             "overlap": {**attrs.asdict(overlap), "chance": chance} | overlap.by_distance(),
             **{"recall": recall, "distances": attrs.asdict(distances)},
         }

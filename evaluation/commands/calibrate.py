@@ -16,9 +16,9 @@ DROP = ("window_size", "kernel_size", "protect")
 
 def calibrate(
     *,
-    prompts_file: measured.PromptsFile = None,
-    context: measured.Context = None,
-    count: measured.Count = None,
+    task: measured.Task = "needles",
+    context: measured.Context = 1000,
+    count: measured.Count = 8,
     seed: measured.Seed = CALIBRATION_SEED_OFFSET,
     tsp_rate: measured.TspRate = 0.2,
     assignments: Annotated[
@@ -51,7 +51,7 @@ def calibrate(
     for name in drop:
         if name not in DROP:
             raise ValueError(f"--set must name one of {', '.join(DROP)} here, got {name}")
-    threads = measured.check_before(out, FILES, threads, prompts_file)
+    threads = measured.check_before(out, FILES, threads, task)
 
     import torch
 
@@ -68,7 +68,7 @@ def calibrate(
         raise ValueError(str(error)) from error
     torch.set_num_threads(threads)
     loaded = terminal.load_shown(model, dtype=dtype, device=device)
-    inputs = measured.prompts_of(loaded, prompts_file, context, count, seed)
+    inputs = measured.prompts_of(loaded, task, context, count, seed)
     longest = max(prompt.shape[1] for prompt in inputs)
     check_positions(loaded, longest, beyond=beyond_positions, remedy="shorter prompts")
     settings = {"max_layer": max_layer, "restart": False, **drop}
@@ -103,8 +103,7 @@ def calibrate(
         from kvpolicy.evaluation.analysis.plots import plot_calibration
 
         data = {
-            "prompts": {"seed": seed} if prompts_file is None else {"file": str(prompts_file)},
-            "prompt_tokens": list(found.lengths),
+            **{"task": task, "seed": seed, "prompt_tokens": list(found.lengths)},
             **{"tsp_rate": tsp_rate, "parameters": drop},
             **{"criterion": criterion, "tolerance": tolerance, "tsp_layer": layer},
             "layers": [each._asdict() for each in found.by_layer],

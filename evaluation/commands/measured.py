@@ -9,29 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 from kvpolicy.evaluation.commands.shared import Option
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.results import check_folder, check_threads, default_threads
-from kvpolicy.evaluation.text_files import read_text
+from kvpolicy.evaluation.tasks.naming import NAMES, check_task, task_named
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvpolicy.evaluation.models import Loaded
 
-PromptsFile = Annotated[
-    Path | None,
+Task = Annotated[
+    str,
     Option(
-        metavar="FILE",
-        help='File with a JSON object {"context", "question", "answer"} on each line; answers are '
-        "not read. Default: questions about facts hidden in Python's documentation.",
+        metavar="NAME",
+        help=f"Prompts: {', '.join(NAMES)}, or a file of lines "
+        '{"context": "...", "question": "...", "answer": "..."}; answers are not read.',
     ),
 ]
-Context = Annotated[
-    int | None, Option(min=1, metavar="N", help="Tokens of a made prompt; default: 1000.")
-]
-Count = Annotated[
-    int | None,
-    Option(min=1, metavar="N", help="Number of prompts; default: 8, or the whole --prompts-file."),
-]
-Seed = Annotated[int, Option(metavar="N", help="Random seed of made prompts.")]
+Context = Annotated[int, Option(min=1, metavar="N", help="Tokens of a prompt, at most.")]
+Count = Annotated[int, Option(min=1, metavar="N", help="Prompts; of a file the first ones.")]
+Seed = Annotated[int, Option(metavar="N", help="Of the prompts.")]
 TspRate = Annotated[
     float,
     Option(
@@ -42,34 +37,20 @@ TspRate = Annotated[
 Out = Annotated[Path | None, Option(metavar="DIR", help="Folder to write numbers and picture to.")]
 
 
-def check_before(
-    out: Path | None, names: Sequence[str], threads: int | None, *files: Path | None
-) -> int:
+def check_before(out: Path | None, names: Sequence[str], threads: int | None, task: str) -> int:
     """Check options before torch is imported; return the number of threads."""
     if out is not None:
         check_folder(out, names)
         require("matplotlib", extra="plot")
-    for file in files:
-        if file is not None:
-            read_text(file, "prompts file")
+    check_task(task)
     return check_threads(default_threads() if threads is None else threads)
 
 
-def prompts_of(
-    loaded: Loaded, file: Path | None, context: int | None, count: int | None, seed: int
-) -> list[Tensor]:
-    """Return the token ids ``[1, prompt_len]`` of prompts from a file, or of made ones."""
+def prompts_of(loaded: Loaded, task: str, context: int, count: int, seed: int) -> list[Tensor]:
+    """Return the token ids ``[1, prompt_len]`` of a task's prompts."""
     import torch
 
-    from kvpolicy.evaluation.tasks.files import Files
-    from kvpolicy.evaluation.tasks.needles import Needles
-
-    if file is not None and context is not None:
-        raise ValueError("--context must not be given with a file, whose prompts are read whole")
-    if file is None:
-        asked = Needles().questions(loaded.tokenizer, context or 1000, count or 8, seed)
-    else:
-        asked = Files(file).questions(loaded.tokenizer, 1 << 40, count or 1 << 40)
+    asked = task_named(task).questions(loaded.tokenizer, context, count, seed)
     return [torch.tensor([[*each.document_ids, *each.question_ids]]) for each in asked]
 
 
