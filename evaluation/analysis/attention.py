@@ -6,7 +6,7 @@ which tokens matter (figure 1a), and how much attention do those tokens hold (fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -28,31 +28,33 @@ if TYPE_CHECKING:
 class Overlap:
     """How many of their ``k`` top tokens every two model layers have in common.
 
-    ``pairs[a][b]`` is the fraction ``|A & B| / k`` of the tokens of layer ``a`` that layer ``b``
-    names too, in [0, 1].
+    ``pairs[a][b]`` is the fraction ``|A & B| / k`` of the tokens of layer ``layers[a]`` that
+    ``layers[b]`` names too, in [0, 1].
     """
 
     k: int
+    layers: tuple[int, ...]
     pairs: tuple[tuple[float, ...], ...]
 
     def by_distance(self) -> dict[str, tuple[float, ...]]:
         """Return the mean overlap of layers that are 0, 1, 2, ... apart: of all, and in each half.
 
         Example:
-            >>> Overlap(4, ((1.0, 0.5, 0.25), (0.5, 1.0, 0.75), (0.25, 0.75, 1.0))).by_distance()
+            >>> pairs = ((1.0, 0.5, 0.25), (0.5, 1.0, 0.75), (0.25, 0.75, 1.0))
+            >>> Overlap(4, (0, 1, 2), pairs).by_distance()
             {'all layers': (1.0, 0.625, 0.25)}
         """
         count, half = len(self.pairs), len(self.pairs) // 2
         parts = {"all layers": range(count)}
         if count >= 4:  # the second half begins after the default TSP layer
-            parts |= {f"layers 0-{half - 1}": range(half)}
-            parts |= {f"layers {half}-{count - 1}": range(half, count)}
+            for part in (range(half), range(half, count)):
+                parts[f"layers {self.layers[part[0]]}-{self.layers[part[-1]]}"] = part
         return {
             name: tuple(
-                fmean(self.pairs[a][a + apart] for a in layers[: len(layers) - apart])
-                for apart in range(len(layers))
+                fmean(self.pairs[a][a + apart] for a in part[: len(part) - apart])
+                for apart in range(len(part))
             )
-            for name, layers in parts.items()
+            for name, part in parts.items()
         }
 
 
@@ -68,10 +70,10 @@ class _WindowAttention(Scorer):
 
 def window_attention(
     model: PreTrainedModel, input_ids: Sequence[int] | Tensor, window_size: int = 8
-) -> Tensor:
+) -> dict[int, Tensor]:
     """Return the share of the last tokens' attention that each prompt token gets, per layer.
 
-    ``share[l, j] = mean over heads h and window queries i of softmax(q_i . k_j * scaling)``, every
+    ``share[l][j] = mean over heads h and window queries i of softmax(q_i . k_j * scaling)``, every
     query over all keys up to its own. No matrix of all queries times keys is computed here (an
     ``eager`` model computes its own).
 
@@ -81,50 +83,55 @@ def window_attention(
         window_size: Tokens of the observation window, fewer than the prompt's.
 
     Returns:
-        float64 ``[num_layers, prompt_len]`` on the CPU; each layer's shares add up to 1.
+        By layer that sees the whole context float64 ``[prompt_len]`` on the CPU; it adds up to 1.
     """
     (prompt,) = check_prompts(model, [input_ids], window_size)
-    return layer_saliencies(model, prompt, _WindowAttention(window_size)).double() / window_size
+    sums = layer_saliencies(model, prompt, _WindowAttention(window_size))
+    return {layer: row.double() / window_size for layer, row in sums.items()}
 
 
-def topk_overlap(attention: Tensor, k: int) -> Overlap:
+def topk_overlap(attention: Mapping[int, Tensor], k: int) -> Overlap:
     """Return, for every two layers, the share of their k most attended tokens in common.
 
     Two layers that choose at random agree in ``k / prompt_len`` of them.
 
     Args:
-        attention: float ``[num_layers, prompt_len]``, from `window_attention`.
+        attention: By layer float ``[prompt_len]``, from `window_attention`.
         k: Tokens that each layer names, in [1, prompt_len]; of equals the earlier.
 
     Example:
-        >>> topk_overlap(torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.5, 0.0, 0.2, 0.3]]), 2).pairs
+        >>> rows = {0: torch.tensor([0.5, 0.3, 0.2, 0.0]), 1: torch.tensor([0.5, 0.0, 0.2, 0.3])}
+        >>> topk_overlap(rows, 2).pairs
         ((1.0, 0.5), (0.5, 1.0))
 
     Source: FastKV (arXiv 2502.01068), figure 1a, with k = 512 of 128K tokens. The text averages
     attention over heads and does not say over which queries; in `window_attention` it is the
     window's, by which the method itself chooses. The window and the sinks compete like all others.
     """
-    check_ks([k], attention.shape[1])
-    named = torch.zeros(attention.shape, dtype=torch.float64)
-    named.scatter_(1, top_tokens(attention, k), 1.0)
-    return Overlap(k, tuple(map(tuple, (named @ named.T / k).tolist())))
+    rows = torch.stack([*attention.values()])
+    check_ks([k], rows.shape[1])
+    named = torch.zeros(rows.shape, dtype=torch.float64).scatter_(1, top_tokens(rows, k), 1.0)
+    return Overlap(k, tuple(attention), tuple(map(tuple, (named @ named.T / k).tolist())))
 
 
-def attention_recall(attention: Tensor, ks: Sequence[int]) -> dict[int, tuple[float, ...]]:
+def attention_recall(
+    attention: Mapping[int, Tensor], ks: Sequence[int]
+) -> dict[int, tuple[float, ...]]:
     """Return, per layer, the share of attention that its k most attended tokens receive.
 
     Args:
-        attention: float ``[num_layers, prompt_len]``, from `window_attention`.
+        attention: By layer float ``[prompt_len]``, from `window_attention`.
         ks: Numbers of tokens, each in [1, prompt_len].
 
     Example:
-        >>> attention_recall(torch.tensor([[1.0, 5.0, 2.0, 0.0]]), [1, 3])
+        >>> attention_recall({0: torch.tensor([1.0, 5.0, 2.0, 0.0])}, [1, 3])
         {1: (0.625,), 3: (1.0,)}
 
     Source: FastKV (arXiv 2502.01068), figure 1b.
     """
-    check_ks(ks, attention.shape[1])
-    ranked = attention.double().sort(dim=1, descending=True).values.cumsum(dim=1)
+    rows = torch.stack([*attention.values()])
+    check_ks(ks, rows.shape[1])
+    ranked = rows.double().sort(dim=1, descending=True).values.cumsum(dim=1)
     return {k: tuple((ranked[:, k - 1] / ranked[:, -1]).tolist()) for k in ks}
 
 

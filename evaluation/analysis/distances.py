@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
+import torch
 from torch import Tensor
 
 from kvpolicy.checks import check_count
@@ -204,8 +205,9 @@ def _after_restarts(
 ) -> list[Tensor]:
     """Return the final state after a restart on the tokens chosen at each layer."""
     products = layer_saliencies(model, prompt, LastQuery(kernel_size=5))
-    products[:, -1] = math.inf  # the last token is always chosen
-    chosen = top_tokens(products[list(layers)], count).to(prompt.device)
+    chosen = torch.stack([products[layer] for layer in layers])
+    chosen[:, -1] = math.inf  # the last token is always chosen
+    chosen = top_tokens(chosen, count).to(prompt.device)
     return [final_state(model, prompt[:, tokens]) for tokens in chosen]
 
 

@@ -39,6 +39,10 @@ def plot_analysis(
     image = pairs.imshow(cells, vmin=0, vmax=100, origin="lower", cmap="viridis")
     figure.colorbar(image, ax=pairs, label=what)
     _label(pairs, "layer")
+    at = overlap.layers
+    places = range(0, len(at), max(1, len(at) // 8))
+    pairs.set_xticks(places, [str(at[place]) for place in places])
+    pairs.set_yticks(places, [str(at[place]) for place in places])
     for index, (name, means) in enumerate(overlap.by_distance().items()):
         percents = [100 * mean for mean in means[1:]]
         apart.plot(range(1, len(means)), percents, f"C{index}o-", label=name)
@@ -46,13 +50,13 @@ def plot_analysis(
     _label(apart, f"mean {what}", "layers apart")
     for index, (k, shares) in enumerate(sorted(recall.items(), reverse=True)):
         shade, percents = colormaps["viridis"](0.2 * index), [100 * share for share in shares]
-        held.plot(range(len(shares)), percents, "o-", color=shade, label=f"k = {k:,}")
+        held.plot(at, percents, "o-", color=shade, label=f"k = {k:,}")
     _label(held, "share of attention of top-k tokens (%)")
     ways = {"propagation (FastKV)": distances.propagated, "restart": distances.restarted}
     for index, (way, found) in enumerate(ways.items()):
-        at, colour = distances.layers, f"C{index}"
-        moved.fill_between(at, [*map(min, found)], [*map(max, found)], alpha=0.2, color=colour)
-        moved.plot(at, [*map(fmean, found)], f"{colour}o-", label=way)
+        where, colour = distances.layers, f"C{index}"
+        moved.fill_between(where, [*map(min, found)], [*map(max, found)], alpha=0.2, color=colour)
+        moved.plot(where, [*map(fmean, found)], f"{colour}o-", label=way)
     moved.set_ylim(bottom=0)
     _label(moved, f"output distance, {100 * distances.tsp_rate:g}% of tokens go on")
     return png(figure)
@@ -75,7 +79,7 @@ def plot_calibration(
     if tolerance is not None:
         axes.axhline(tolerance, color="black", linestyle="--", label="tolerance")
     axes.axvline(layer, color="grey", linestyle=":", label=f"chosen: layer {layer}")
-    axes.set_yscale("log")
+    axes.set_yscale("log" if any(map(max, distances.propagated)) else "linear")
     _label(axes, "squared distance over squared norm", "TSP layer")
     return png(figure)
 

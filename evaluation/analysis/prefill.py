@@ -114,12 +114,20 @@ def showing(
     return CachePolicy(scorer, selector, propagation or PassAllPropagation())
 
 
-def layer_saliencies(model: PreTrainedModel, input_ids: Tensor, scorer: Scorer) -> Tensor:
-    """Return the saliency averaged over the heads: float32 ``[num_layers, prompt_len]``, CPU."""
-    seen: list[Tensor] = []
-    policy = showing(scorer, lambda saliency, _: seen.append(saliency[0].mean(dim=0).cpu()))
-    final_state(model, input_ids, policy)
-    return torch.stack(seen)
+def layer_saliencies(
+    model: PreTrainedModel, input_ids: Tensor, scorer: Scorer
+) -> dict[int, Tensor]:
+    """Return by layer that sees the whole context the saliency, averaged over the heads.
+
+    It is float32 ``[prompt_len]`` on the CPU.
+    """
+    seen: dict[int, Tensor] = {}
+
+    def show(saliency: Tensor, context: LayerContext) -> None:
+        seen[context.layer_idx] = saliency[0].mean(dim=0).cpu()
+
+    final_state(model, input_ids, showing(scorer, show))
+    return seen
 
 
 @torch.no_grad()

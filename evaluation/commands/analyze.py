@@ -25,7 +25,7 @@ def analyze(
     ] = None,
     task: measured.Task = "needles",
     context: measured.Context = 1000,
-    count: measured.Count = 8,
+    count: measured.Count = 4,
     seed: measured.Seed = 0,
     chat: shared.Chat = None,
     k: Annotated[
@@ -74,44 +74,40 @@ def analyze(
     check_positions(loaded, max(lengths), beyond=beyond_positions, remedy="shorter prompts")
     measuring.check_ks([k], min(lengths))
     ks = [it for it in (k // 4, k // 2, k, 2 * k, 4 * k) if 1 <= it <= min(lengths)]
-    attention: list[torch.Tensor] = []
+    attention: list[dict[int, torch.Tensor]] = []
     with terminal.progress_bar() as progress:
-        for prompt in prompts:
-            progress("attention", len(attention), len(prompts))
-            attention.append(measuring.window_attention(net, prompt, window_size))
         last = net.config.get_text_config(decoder=True).num_hidden_layers - 1
         distances = output_distances(
             net, prompts, tsp_rate, max_layer=last, window_size=window_size, progress=progress
         )
+        for prompt in prompts:
+            progress("attention", len(attention), len(prompts))
+            found = measuring.window_attention(net, prompt, window_size)
+            attention.append({layer: found[layer] for layer in distances.layers})
     pairs = [measuring.topk_overlap(each, k).pairs for each in attention]
     shares = [list(measuring.attention_recall(each, ks).values()) for each in attention]
     pair_means, share_means = (torch.tensor(each).mean(dim=0).tolist() for each in (pairs, shares))
-    overlap = measuring.Overlap(k, tuple(map(tuple, pair_means)))
+    overlap = measuring.Overlap(k, distances.layers, tuple(map(tuple, pair_means)))
     recall = dict(zip(ks, share_means, strict=True))
     chance = fmean(k / length for length in lengths)
-    moved = {
-        layer: [f"{fmean(far):.4f}" for far in ways]
-        for layer, *ways in zip(
-            distances.layers, distances.propagated, distances.restarted, strict=True
-        )
-    }
     console = terminal.plain_console()
     heads = ["layer", "overlap", *(f"top {it:,}" for it in ks), "propagation", "restart"]
     console.print("  ".join(heads), style="bold")
-    for layer, row in enumerate(overlap.pairs):
-        cells = [str(layer), f"{100 * row[layer + 1]:.1f}" if layer + 1 < len(row) else "-"]
-        cells += [f"{100 * held[layer]:.1f}" for held in recall.values()]
-        cells += moved.get(layer, ["-", "-"])
+    for index, (layer, row) in enumerate(zip(overlap.layers, overlap.pairs, strict=True)):
+        cells = [str(layer), *(f"{100 * each:.1f}" for each in row[index + 1 :]), "-"][:2]
+        cells += [f"{100 * held[index]:.1f}" for held in recall.values()]
+        ways = (distances.propagated, distances.restarted)
+        cells += [f"{fmean(way[index]):.4f}" for way in ways]
         console.print("  ".join(cell.rjust(len(h)) for cell, h in zip(cells, heads, strict=True)))
     console.print(
-        f"\noverlap: % of the {k:,} most attended tokens that a layer and the next have in common\n"
-        f"({100 * chance:.1f} by chance). top: % of a layer's attention that its top tokens get.\n"
+        f"\noverlap: % of the {k:,} most attended tokens that a layer and the next have in common "
+        f"({100 * chance:.1f} by chance). top: % of a layer's attention that its top tokens get. "
         f"Attention is that of the last {window_size} tokens, averaged over heads and "
-        f"{measured.described(prompts)}.\n"
-        "propagation, restart: ||h_full - h|| / ||h_full|| of the last token's final hidden\n"
-        f"state, if {100 * tsp_rate:g}% of the tokens go on after the layer, or if the prefill "
-        "restarts\non as many.",
+        f"{measured.described(prompts)}. propagation, restart: ||h_full - h|| / ||h_full|| of the "
+        f"last token's final hidden state, if {100 * tsp_rate:g}% of the tokens go on after the "
+        "layer, or if the prefill restarts on as many.",
         style="dim",
+        soft_wrap=False,
     )
     steps = [step for step in (1, 2, 4, 8, 16, 32) if step < len(overlap.pairs)]
     console.print(f"\noverlap % of layers apart{''.join(f'{step:>8}' for step in steps)}")

@@ -81,11 +81,12 @@ def calibrate(
     for at, rate, *far in found.by_layer:
         console.print("{:9}  {:9.1f}  {:8.3g}  {:10.3g}  {:8.3g}".format(at, 100 * rate, *far))
     console.print(
-        f"\ndistance: of the last token's final hidden state at TSP rate {tsp_rate:g} from full\n"
-        f"context's, squared; the mean over {measured.described(inputs)}.\n"
-        "normalised: over the squared norm of full context's state; worst: of a prompt.\n"
-        "prefill: layer-tokens computed, of a full prefill's.",
+        f"\ndistance: of the last token's final hidden state at TSP rate {tsp_rate:g} from full "
+        f"context's, squared; the mean over {measured.described(inputs)}. normalised: over the "
+        "squared norm of full context's state; worst: of a prompt. prefill: layer-tokens computed, "
+        "of a full prefill's.",
         style="dim",
+        soft_wrap=False,
     )
     for note in positions_notes(loaded.model, longest):
         console.print(note)
