@@ -84,21 +84,12 @@ def hooks_of(model: PreTrainedModel) -> int:
 
 
 @cache
-def dense_attention(family: Family = "llama") -> list[Tensor]:
-    """Per layer, what each query of each head gives each key: the model's own, in full."""
+def dense_shares(family: Family = "llama", window: int = WINDOW) -> list[list[float]]:
+    """Per layer, each token's share of the window's attention: the model's own, in full."""
     model = cast(Any, model_of(family, "eager"))
     with torch.no_grad():
         output = model(torch.tensor([PROMPT]), output_attentions=True, use_cache=False)
-    return [each[0].double() for each in output.attentions]
-
-
-def dense_shares(family: Family = "llama", window: int = WINDOW) -> list[list[float]]:
-    """Per layer, each token's share of the window's attention."""
-    return [each[:, -window:].mean(dim=(0, 1)).tolist() for each in dense_attention(family)]
-
-
-def highest_of(shares: list[float], count: int) -> set[int]:
-    return set(sorted(range(len(shares)), key=lambda token: -shares[token])[:count])
+    return [each[0, :, -window:].double().mean(dim=(0, 1)).tolist() for each in output.attentions]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -128,23 +119,11 @@ def test_layers_of_sliding_windows_are_left_out() -> None:
 def test_overlap_against_sets(k: int) -> None:
     attention = window_attention(model_of(), torch.tensor([PROMPT]), WINDOW)
     pairs = topk_overlap(attention, k).pairs
-    named = [highest_of(shares, k) for shares in dense_shares()]
+    named = [set(highest(shares, k)) for shares in dense_shares()]
     for one, row in zip(named, pairs, strict=True):
         assert list(row) == pytest.approx([len(one & other) / k for other in named])
     if k == 7:
         assert 0 < pairs[0][1] < 1  # or else any tokens would do
-
-
-def test_recall_against_sums() -> None:
-    ks = [1, 7, len(PROMPT)]
-    recall = attention_recall(window_attention(model_of(), PROMPT, WINDOW), ks)
-    assert list(recall) == ks
-    for k, held in recall.items():
-        expected = [
-            sum(shares[token] for token in highest_of(shares, k)) for shares in dense_shares()
-        ]
-        assert list(held) == pytest.approx(expected, abs=1e-6)
-    assert max(recall[1]) < 0.5 < min(recall[len(PROMPT)])
 
 
 def test_overlap_and_recall_by_hand() -> None:
@@ -310,14 +289,14 @@ def test_nothing_dropped_is_no_distance_and_costs_one_pass() -> None:
     assert calls == Counter({(layer, 59): 1 for layer in range(NUM_LAYERS)})
     assert found.propagated == ((0.0,),) * NUM_LAYERS
     assert found.choose() == 0  # the earliest of equals
-    both = output_distances(model, [PROMPT], 1.0, max_layer=LAST)
-    assert max(far for (far,) in both.restarted) < 1e-5
 
 
 def test_several_prompts_are_each_of_them() -> None:
     """In any order and of several lengths, as ``[len]`` or ``[1, len]``; means and worst."""
     inputs: list[Any] = [PROMPT[:37], torch.tensor([PROMPT]), torch.tensor(PROMPT[:23])]
-    together = output_distances(model_of(), inputs, 0.3)
+    told: list[tuple[str, int, int]] = []
+    together = output_distances(model_of(), inputs, 0.3, progress=lambda *each: told.append(each))
+    assert told == [("output distances", done, 3) for done in range(4)]
     alone = [output_distances(model_of(), [each], 0.3) for each in inputs]
     assert together.lengths == (37, 59, 23)
     assert together.norms == tuple(each.norms[0] for each in alone)
@@ -336,8 +315,6 @@ def test_defaults_and_compute_rates() -> None:
     found = output_distances(model_of(), [PROMPT], restart=False)
     assert found.layers == (0, 1)  # 4 // 2 - 1
     assert [each.compute_rate for each in found.by_layer] == pytest.approx([1.6 / 4, 2.4 / 4])
-    one_layer = tiny_model("llama", seed=3, num_layers=1)
-    assert output_distances(one_layer, [PROMPT], restart=False).choose() == 0
 
 
 def test_the_criteria_by_hand() -> None:
@@ -372,37 +349,24 @@ def test_the_model_is_left_as_it_was() -> None:
         output_distances(model, [PROMPT])
     handle.remove()
     assert hooks_of(model) == 0
-    decoder = cast(Any, model_of("mistral")).get_decoder()
-    assert output_distances(decoder, [PROMPT]) == output_distances(model_of("mistral"), [PROMPT])
-
-
-def test_progress_is_told() -> None:
-    told: list[tuple[str, int, int]] = []
-    output_distances(model_of(), [PROMPT] * 2, progress=lambda *each: told.append(each))
-    assert told == [("output distances", done, 2) for done in range(3)]
 
 
 # Bad input.
 
-OK: dict[str, Any] = {"inputs": [PROMPT]}
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"inputs": []}, ValueError, "inputs must hold at least one prompt, got none"),
     ({"inputs": torch.tensor(PROMPT)}, TypeError, "sequence of prompts' token ids, got Tensor"),
-    ({"inputs": None}, TypeError, "sequence of prompts' token ids, got NoneType; pass a list"),
     ({"inputs": PROMPT}, ValueError, r"prompt 0 must be \[prompt_len\] or .* got shape \[\]"),
     ({"inputs": [PROMPT, [PROMPT] * 2]}, ValueError, r"prompt 1 must .* got shape \[2, 59\]"),
     ({"inputs": ["text"]}, TypeError, "prompt 0 must be the token ids of one prompt"),
     ({"inputs": [[0.5] * 20]}, TypeError, "prompt 0 must be ints, got torch.float32"),
     ({"inputs": [PROMPT, PROMPT[:8]]}, ValueError, "longer than window_size, 8 tokens, got 8"),
-    ({"inputs": [[]]}, ValueError, "longer than window_size, 8 tokens, got 0"),
     ({"inputs": [[5] * 20 + [VOCAB_SIZE]]}, ValueError, r"ids in \[0, 96\], got 97"),
     ({"inputs": [[5] * 20 + [-1]]}, ValueError, r"ids in \[0, 96\], got -1"),
     ({"max_layer": 4}, ValueError, r"max_layer must be in \[0, 3\], .*, got 4"),
     ({"max_layer": -1}, ValueError, "max_layer must be at least 0"),
     ({"max_layer": 1.0}, TypeError, "max_layer must be an int"),
     ({"tsp_rate": 0.0}, ValueError, r"tsp_rate must be in \(0, 1\], got 0.0"),
-    ({"tsp_rate": 1.5}, ValueError, r"tsp_rate must be in \(0, 1\], got 1.5"),
-    ({"tsp_rate": math.nan}, ValueError, "tsp_rate must be in"),
     ({"tsp_rate": "x"}, TypeError, "tsp_rate must be a number"),
     ({"window_size": 0}, ValueError, "window_size must be at least 1"),
     ({"kernel_size": 4}, ValueError, "kernel_size must be odd"),
@@ -425,26 +389,19 @@ def test_bad_numbers_of_tokens() -> None:
         topk_overlap(attention, 60)
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         attention_recall(attention, [1, 0])
-    with pytest.raises(TypeError, match="k must be an int"):
-        topk_overlap(attention, cast(Any, 2.0))
     with pytest.raises(ValueError, match="longer than window_size, 59 tokens, got 59"):
         window_attention(model_of(), PROMPT, 59)
 
 
-@pytest.mark.parametrize(
-    ("criterion", "tolerance", "error", "said"),
-    [
-        ("latest", 0.1, ValueError, "criterion must be one of argmin, earliest, got 'latest'"),
-        ("earliest", 0.0, ValueError, "tolerance must be above 0 and finite, got 0.0"),
-        ("earliest", math.nan, ValueError, "tolerance must be above 0"),
-        ("argmin", math.inf, ValueError, "tolerance must be above 0 and finite"),
-        ("earliest", "0.1", TypeError, "tolerance must be a number"),
-    ],
-)
-def test_bad_criteria(criterion: str, tolerance: Any, error: type[Exception], said: str) -> None:
+def test_bad_criteria() -> None:
     distances = OutputDistances(0.2, 4, (0,), (50,), (1.0,), ((0.5,),))
-    with pytest.raises(error, match=said):
-        distances.choose(criterion, tolerance)
+    with pytest.raises(ValueError, match="criterion must be one of argmin, earliest, got 'latest'"):
+        distances.choose("latest")
+    for tolerance in (0.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="tolerance must be above 0 and finite"):
+            distances.choose("argmin", tolerance)
+    with pytest.raises(TypeError, match="tolerance must be a number"):
+        distances.choose("earliest", cast(Any, "0.1"))
 
 
 def test_models_that_will_not_do() -> None:

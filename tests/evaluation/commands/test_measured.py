@@ -2,7 +2,6 @@
 
 import json
 import sys
-from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from matplotlib import image
 
 from kvpolicy.evaluation import (
-    Loaded,
     OutputDistances,
     Overlap,
     attention_recall,
@@ -30,14 +28,11 @@ MADE = ("--context", 700, "--count", 2, "--threads", 1)
 COMMANDS = ("analyze", "calibrate")
 
 
-@cache
-def loaded_from(folder: Path) -> Loaded:
-    return load(str(folder))
-
-
-def prompts(folder: Path, seed: int) -> list[torch.Tensor]:
-    asked = Needles().questions(loaded_from(folder).tokenizer, 700, 2, seed)
-    return [torch.tensor([*each.document_ids, *each.question_ids]) for each in asked]
+def loaded_from(folder: Path, seed: int) -> tuple[Any, list[torch.Tensor]]:
+    """The model, and the prompts that a command reads."""
+    loaded = load(str(folder))
+    asked = Needles().questions(loaded.tokenizer, 700, 2, seed)
+    return loaded.model, [torch.tensor([*it.document_ids, *it.question_ids]) for it in asked]
 
 
 def read(out: Path, name: str) -> Any:
@@ -60,9 +55,8 @@ def test_calibrate_shows_and_writes_what_is_measured(
     status, shown, err = run(*("calibrate", "--model", folder), *MADE, *settings, "--out", out)
     assert (status, err.strip()) == (0, "")
     data = read(out, "calibrate")
-    found = output_distances(
-        loaded_from(folder).model, prompts(folder, 2000), max_layer=2, kernel_size=3, restart=False
-    )
+    model, inputs = loaded_from(folder, 2000)
+    found = output_distances(model, inputs, max_layer=2, kernel_size=3, restart=False)
     assert [list(row.values()) for row in data["layers"]] == [
         pytest.approx(list(row), rel=1e-4) for row in found.by_layer
     ]
@@ -73,7 +67,6 @@ def test_calibrate_shows_and_writes_what_is_measured(
     assert data["tsp_layer"] == found.choose()
     assert f"TSP layer {found.choose()}: the smallest distance of layers 0 to 2." in shown
     assert f"mean over 2 prompts of {min(found.lengths)} to {max(found.lengths)} tokens" in shown
-    assert data["prompt_tokens"] == list(found.lengths)
     assert data["parameters"] == {"kernel_size": 3}
     assert (data["task"], data["seed"]) == ("needles", 2000)  # not those of compare
     assert data["machine"]["threads"] == 1
@@ -97,11 +90,11 @@ def test_earliest_and_a_tolerance_out_of_reach(run: Run, folder: Path, tmp_path:
 
 def test_analyze_shows_and_writes_what_is_measured(run: Run, folder: Path, tmp_path: Path) -> None:
     arguments = ("analyze", "--model", folder, *MADE, "-k", 8, "--window-size", 6)
-    for _ in range(2):  # a second run replaces the files of the first
-        status, shown, _ = run(*arguments, "--out", tmp_path / "out")
-        assert status == 0
-    data, inputs = read(tmp_path / "out", "analyze"), prompts(folder, 0)
-    model = loaded_from(folder).model
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "analyze.json").write_text("of another run")
+    status, shown, _ = run(*arguments, "--out", tmp_path / "out")
+    assert status == 0
+    data, (model, inputs) = read(tmp_path / "out", "analyze"), loaded_from(folder, 0)
     attention = [window_attention(model, each, 6) for each in inputs]
     one, other = (torch.tensor(topk_overlap(each, 8).pairs) for each in attention)
     assert data["overlap"]["pairs"] == [pytest.approx(row) for row in ((one + other) / 2).tolist()]
@@ -159,7 +152,6 @@ BOTH = [
     (["--context", "9"], 1, "for a prompt of needles with this tokenizer, got 9"),
     (["--count", "0"], 2, "Invalid value for '--count'"),
     (["--threads", "100000"], 1, "threads must be at most the machine's"),
-    (["--threads", "0"], 2, "Invalid value for '--threads'"),
     (["--task", "neddles"], 1, "or a file of JSON lines, got 'neddles'"),
     (["--model", "./no/such"], 1, "model ./no/such does not exist"),
     (["--dtype", "int7"], 1, "dtype must be one of auto"),
@@ -170,13 +162,10 @@ BAD = [(command, *each) for command in COMMANDS for each in BOTH] + [
     ("calibrate", ["--criterion", "best"], 1, "criterion must be one of argmin, earliest"),
     ("calibrate", ["--tolerance", "0"], 1, "tolerance must be above 0 and finite"),
     ("calibrate", ["--max-layer", "4"], 1, "max_layer must be in [0, 3], from the first layer"),
-    ("calibrate", ["--max-layer", "-1"], 2, "Invalid value for '--max-layer'"),
     ("calibrate", ["--set", "tsp_layer=3"], 1, "--set must name one of window_size, kernel_size"),
     ("calibrate", ["--set", "window_size=2.5"], 1, "window_size must be an int, got 2.5"),
-    ("calibrate", ["--set", "kernel_size=4"], 1, "kernel_size must be odd"),
     ("calibrate", ["--set", "window_size=700"], 1, "longer than window_size, 700 tokens"),
     ("analyze", ["-k", "701"], 1, "k must be at most the prompt's"),
-    ("analyze", ["-k", "0"], 2, "Invalid value for '--top-k'"),
     ("analyze", ["--window-size", "700"], 1, "longer than window_size, 700 tokens"),
     ("analyze", ["--prompt-file", "no-such.txt"], 1, "prompt file no-such.txt does not exist"),
 ]
@@ -220,22 +209,22 @@ def test_pictures_that_fail(
 @pytest.mark.parametrize("num_layers", [1, 2, 40])
 def test_pictures_of_any_depth(num_layers: int) -> None:
     """No warning is raised, and what is drawn depends on the numbers."""
-    row = tuple(layer / num_layers for layer in range(num_layers))
-    pairs = tuple(tuple(1 - abs(a - b) for b in row) for a in row)
-    layers, far = tuple(range(num_layers)), tuple((each, 2 * each) for each in row)
-    near = OutputDistances(0.2, num_layers, layers, (9, 9), (1.0, 1.0), far, far)
-    moved = OutputDistances(
-        0.2, num_layers, layers, (9, 9), (1.0, 1.0), far, ((0.5, 0.6),) * num_layers
+    row, layers = tuple(layer / num_layers for layer in range(num_layers)), tuple(range(num_layers))
+    overlap = Overlap(8, layers, tuple(tuple(1 - abs(a - b) for b in row) for a in row))
+    far = tuple((each, 2 * each) for each in row)
+    near, farther = (
+        OutputDistances(
+            0.2, num_layers, layers, (9, 9), (1.0, 1.0), far, ((top, top),) * num_layers
+        )
+        for top in (0.5, 0.6)
     )
-    overlap = Overlap(8, layers, pairs)
     drawn = [
-        plot_analysis(overlap, 0.1, {8: row, 16: row}, near),
-        plot_analysis(overlap, 0.3, {8: row, 16: row}, near),
-        plot_analysis(overlap, 0.1, {8: row[::-1], 16: row}, near),
-        plot_analysis(overlap, 0.1, {8: row, 16: row}, moved),
+        plot_analysis(overlap, 0.1, {8: row}, near),
+        plot_analysis(overlap, 0.3, {8: row}, near),
+        plot_analysis(overlap, 0.1, {8: tuple(1 - each for each in row)}, near),
+        plot_analysis(overlap, 0.1, {8: row}, farther),
         plot_calibration(near, 0),
-        plot_calibration(near, num_layers - 1, 0.01),
+        plot_calibration(near, 0, 0.01),
     ]
-    for picture in drawn:
-        assert image.imread(BytesIO(picture)).std() > 0.01
-    assert len(set(drawn)) == len(drawn) - (num_layers == 1)
+    assert all(image.imread(BytesIO(picture)).std() > 0.01 for picture in drawn)
+    assert len(set(drawn)) == len(drawn)
