@@ -1,36 +1,164 @@
-"""Run `kvpolicy eval`: policies on the tasks of lm-evaluation-harness."""
+"""Run `kvpolicy eval`: policies on tasks of lm-evaluation-harness, into a folder of results."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import attrs
+from kvpolicy.evaluation.commands.shared import (
+    BeyondPositions,
+    Device,
+    Dtype,
+    ModelName,
+    Option,
+    Threads,
+    with_policies,
+)
+from kvpolicy.evaluation.policy_options import PolicyOptions, split_names
 
-from kvpolicy.evaluation.commands.working import work
-from kvpolicy.evaluation.options import TSP_LAYER, Option, PolicyOptions
-from kvpolicy.evaluation.suite.settings import Settings
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DEFAULT = "fastkv"
+RATES = (0.1,)
+FILES = ("table.md", "table.csv", "picture.png")
 
 
-@attrs.frozen(kw_only=True)
-class EvalOptions:
-    """The command-line options of `kvpolicy eval`."""
-
-    settings: Settings
-    policies: PolicyOptions
-    tsp_layer: Annotated[int | None, TSP_LAYER] = None
+@with_policies
+def eval(
+    *,
+    tasks: Annotated[
+        list[str],
+        Option(
+            "--tasks",
+            "-t",
+            metavar="NAMES",
+            help="Tasks, groups or tags of lm-evaluation-harness; comma-separated or repeated.",
+        ),
+    ],
+    lengths: Annotated[
+        str,
+        Option(
+            metavar="N,N",
+            help="Prompt lengths in tokens, for tasks that are made for a length, as RULER's are.",
+        ),
+    ] = "4096",
+    limit: Annotated[
+        int | None,
+        Option(min=1, metavar="N", help="Documents of each task and length; default: all."),
+    ] = None,
+    later: Annotated[
+        bool,
+        Option("--later", help="Policies read the document before they know the question."),
+    ] = False,
+    include: Annotated[
+        list[Path] | None,
+        Option(metavar="DIR", help="Folder with tasks of your own; repeatable."),
+    ] = None,
+    chat: Annotated[
+        bool, Option("--chat/--no-chat", help="Make each prompt the user's turn of a chat.")
+    ] = False,
+    batch_size: Annotated[int, Option(min=1, metavar="N", help="Prompts read at once.")] = 1,
+    model: ModelName = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    beyond_positions: BeyondPositions = False,
+    threads: Threads = None,
     out: Annotated[
         Path,
-        Option("Folder for the results; an existing one is continued, or extended.", metavar="DIR"),
-    ]
+        Option(
+            metavar="DIR", help="Folder for the results; an existing one is continued or extended."
+        ),
+    ],
+    policies: PolicyOptions,
+) -> None:
+    """Score policies on tasks, at several prompt lengths, against full context.
 
-
-def eval(options: EvalOptions) -> None:
-    """Score policies on long-context tasks, at several prompt lengths, against full context.
-
-    Each sample is written to samples.jsonl once it is answered. Run the same command again to
-    continue after an interruption. Run it with other policies, tasks, lengths or a larger --limit
-    to add to the folder. kvpolicy report turns the folder into a page. Without --policy, FastKV is
-    used.
+    What is answered is kept. Run the same command again to continue after an interruption, or
+    another one to add policies, tasks, lengths or documents. Default policy: FastKV, keeping 10%.
     """
-    work("eval", options)
+    names = split_names(tasks, "--tasks")
+    wanted = _lengths(lengths)
+    for folder in include or ():
+        if not folder.is_dir():
+            raise ValueError(f"--include must be a folder, got {folder}")
+
+    import attrs
+    import torch
+
+    from kvpolicy.evaluation.chosen import chosen_variants
+    from kvpolicy.evaluation.commands.terminal import load_shown, plain_console, progress_shown
+    from kvpolicy.evaluation.extras import require
+    from kvpolicy.evaluation.results import check_threads, default_threads
+
+    require("lm_eval", extra="eval")
+    require("matplotlib", extra="plot")
+
+    from kvpolicy.evaluation.suite.folder import opened, read_settings, settings_of
+    from kvpolicy.evaluation.suite.study import fill, prepare, with_full_context
+    from kvpolicy.evaluation.suite.tasks import find_tasks
+
+    if not (policies.names or policies.parts):
+        policies = attrs.evolve(policies, names=(DEFAULT,))
+    chosen = with_full_context(chosen_variants(policies, RATES))
+    there = read_settings(out)
+    if threads is None and there is not None:
+        threads = there["machine"]["threads"]
+    found = find_tasks(names, include or ())
+    torch.set_num_threads(default_threads() if threads is None else check_threads(threads))
+    loaded = load_shown(model, dtype=dtype, device=device)
+    if chat and not getattr(loaded.tokenizer, "chat_template", None):
+        raise ValueError(f"--chat needs a model with a chat template, got {loaded.name}")
+    settings = settings_of(loaded, chat=chat, batch_size=batch_size)
+    console = plain_console()
+    with opened(out, settings) as cells:
+        try:
+            with progress_shown(console) as progress:
+                progress("making prompts", 0, 1)
+                prompts = prepare(
+                    loaded,
+                    found,
+                    wanted,
+                    chosen,
+                    limit=limit,
+                    chat=chat,
+                    later=later,
+                    beyond=beyond_positions,
+                )
+                for done in fill(out, cells, loaded, prompts, chosen, later, batch_size, progress):
+                    console.print(done)
+                    console.file.flush()
+        except KeyboardInterrupt:
+            _show(out, console)
+            console.print(f"stopped; the same command continues with {out}", style="dim")
+            raise
+        _show(out, console)
+
+
+def _lengths(text: str) -> list[int]:
+    parts = [each.strip() for each in text.split(",")]
+    if not all(each.isdecimal() and int(each) for each in parts):
+        raise ValueError(f"--lengths must be numbers of tokens, such as 4096,8192, got {text!r}")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def _show(folder: Path, plain: Console) -> None:
+    """Print the table of all that a folder holds, and write it and the picture beside it."""
+    from rich.console import Console
+
+    from kvpolicy.evaluation.results import write_all
+    from kvpolicy.evaluation.suite.folder import load_cells
+    from kvpolicy.evaluation.suite.picture import plot_rows
+    from kvpolicy.evaluation.suite.table import LEGEND, csv_text, markdown, rows_of, terminal_table
+
+    rows = rows_of(load_cells(folder))
+    if not rows:
+        return
+    console = Console(highlight=False, markup=False)
+    console.print(terminal_table(rows))
+    console.print()
+    for line in LEGEND:
+        console.print(line, style="dim")
+    contents = (markdown(rows).encode(), csv_text(rows).encode(), plot_rows(rows))
+    write_all(folder, dict(zip(FILES, contents, strict=True)))
+    plain.print(f"written to {folder}: {', '.join(FILES)}")
