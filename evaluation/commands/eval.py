@@ -90,75 +90,70 @@ def eval(
     from kvpolicy.evaluation.commands.terminal import load_shown, plain_console, progress_shown
     from kvpolicy.evaluation.extras import require
     from kvpolicy.evaluation.results import check_threads, default_threads
+    from kvpolicy.evaluation.variant import variants
 
     require("lm_eval", extra="eval")
     require("matplotlib", extra="plot")
 
-    from kvpolicy.evaluation.suite.folder import opened, read_settings, settings_of
-    from kvpolicy.evaluation.suite.study import fill, prepare, with_full_context
-    from kvpolicy.evaluation.suite.tasks import find_tasks
+    from kvpolicy.evaluation.suite.answering import answering_model, check_prompts, fill
+    from kvpolicy.evaluation.suite.folder import (
+        FULL_CONTEXT,
+        check_same,
+        opened,
+        read_settings,
+        settings_of,
+    )
+    from kvpolicy.evaluation.suite.tasks import How, find_tasks, make_prompts
 
     if not (policies.names or policies.parts):
         policies = attrs.evolve(policies, names=(DEFAULT,))
-    chosen = with_full_context(chosen_variants(policies, RATES))
+    found = [*variants([FULL_CONTEXT]), *chosen_variants(policies, RATES)]
+    chosen = [*{each.label: each for each in found}.values()]
     there = read_settings(out)
     if threads is None and there is not None:
-        threads = there["machine"]["threads"]
-    found = find_tasks(names, include or ())
+        threads = there["threads"]
+    folders = find_tasks(names, include or ())
     torch.set_num_threads(default_threads() if threads is None else check_threads(threads))
     loaded = load_shown(model, dtype=dtype, device=device)
     if chat and not getattr(loaded.tokenizer, "chat_template", None):
         raise ValueError(f"--chat needs a model with a chat template, got {loaded.name}")
+    how = How(wanted, limit, later, chat, batch_size, beyond_positions)
     settings = settings_of(loaded, chat=chat, batch_size=batch_size)
+    check_same(out, settings)
     console = plain_console()
-    with opened(out, settings) as cells:
-        try:
-            with progress_shown(console) as progress:
-                progress("making prompts", 0, 1)
-                prompts = prepare(
-                    loaded,
-                    found,
-                    wanted,
-                    chosen,
-                    limit=limit,
-                    chat=chat,
-                    later=later,
-                    beyond=beyond_positions,
-                )
-                for done in fill(out, cells, loaded, prompts, chosen, later, batch_size, progress):
-                    console.print(done)
+    with progress_shown(console) as progress:
+        progress("making prompts", 0, 1)
+        lm = answering_model(loaded, None, how)
+        prompts = make_prompts(folders, how, lm)
+        check_prompts(loaded, prompts, chosen, how, lm)
+        with opened(out, settings) as cells:
+            try:
+                for line in fill(out, cells, loaded, prompts, chosen, how, progress):
+                    console.print(line)
                     console.file.flush()
-        except KeyboardInterrupt:
+            except KeyboardInterrupt:
+                console.print(f"stopped; the same command continues with {out}")
+                _show(out, console)
+                raise
             _show(out, console)
-            console.print(f"stopped; the same command continues with {out}", style="dim")
-            raise
-        _show(out, console)
 
 
-def _lengths(text: str) -> list[int]:
+def _lengths(text: str) -> tuple[int, ...]:
     parts = [each.strip() for each in text.split(",")]
     if not all(each.isdecimal() and int(each) for each in parts):
         raise ValueError(f"--lengths must be numbers of tokens, such as 4096,8192, got {text!r}")
-    return list(dict.fromkeys(map(int, parts)))
+    return tuple(dict.fromkeys(map(int, parts)))
 
 
-def _show(folder: Path, plain: Console) -> None:
+def _show(folder: Path, console: Console) -> None:
     """Print the table of all that a folder holds, and write it and the picture beside it."""
-    from rich.console import Console
-
     from kvpolicy.evaluation.results import write_all
     from kvpolicy.evaluation.suite.folder import load_cells
-    from kvpolicy.evaluation.suite.picture import plot_rows
-    from kvpolicy.evaluation.suite.table import LEGEND, csv_text, markdown, rows_of, terminal_table
+    from kvpolicy.evaluation.suite.table import csv_text, lines_of, markdown, plot_rows, rows_of
 
     rows = rows_of(load_cells(folder))
-    if not rows:
-        return
-    console = Console(highlight=False, markup=False)
-    console.print(terminal_table(rows))
-    console.print()
-    for line in LEGEND:
-        console.print(line, style="dim")
-    contents = (markdown(rows).encode(), csv_text(rows).encode(), plot_rows(rows))
-    write_all(folder, dict(zip(FILES, contents, strict=True)))
-    plain.print(f"written to {folder}: {', '.join(FILES)}")
+    if rows:
+        console.print("\n".join(["", *lines_of(rows)]))
+        contents = (markdown(rows).encode(), csv_text(rows).encode(), plot_rows(rows))
+        write_all(folder, dict(zip(FILES, contents, strict=True)))
+        console.print(f"written to {folder}: {', '.join(FILES)}")

@@ -1,83 +1,63 @@
-"""Ask a task's prompts under a policy, and score the answers as lm-evaluation-harness does."""
+"""Ask what a folder lacks, cell by cell, and score answers as lm-evaluation-harness does."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
+from pathlib import Path
 
+import attrs
 from lm_eval.api.instance import Instance
 
 from kvpolicy.evaluation.models import Loaded
+from kvpolicy.evaluation.progress import Progress
 from kvpolicy.evaluation.readable import check_known, check_positions
 from kvpolicy.evaluation.refusals import in_users_words, naming
-from kvpolicy.evaluation.suite.folder import Sample
-from kvpolicy.evaluation.suite.tasks import Prompts, averages, quiet
+from kvpolicy.evaluation.suite.folder import Cell, Sample, save_cell
+from kvpolicy.evaluation.suite.tasks import How, Prompts, averages, quiet
 from kvpolicy.evaluation.variant import Variant
 from kvpolicy.integrations.lm_eval import PolicyLM
 from kvpolicy.integrations.lm_eval.splitters import document_end
 from kvpolicy.integrations.transformers.checking import check_model
 from kvpolicy.policy import CachePolicy
 
-# What limits the tokens that `HFLM` reads: a prompt is not cut, it is refused or read whole.
-_NO_LIMIT = 2**31 - 1
 
-
-def answering_model(
-    loaded: Loaded, policy: CachePolicy | str, *, later: bool = False, batch_size: int = 1
-) -> PolicyLM:
+def answering_model(loaded: Loaded, policy: CachePolicy | None, how: How) -> PolicyLM:
     """Wrap a loaded model for the harness, under a policy; its weights are shared."""
-    return PolicyLM(
-        pretrained=loaded.model,
-        tokenizer=loaded.tokenizer,
-        policy=policy,
-        question="later" if later else "with",
-        batch_size=batch_size,
-        max_length=_NO_LIMIT,
-    )
+    with quiet():
+        return PolicyLM(
+            pretrained=loaded.model,
+            tokenizer=loaded.tokenizer,
+            policy=policy,
+            question="later" if how.later else "with",
+            batch_size=how.batch_size,
+            max_length=2**31 - 1,  # a prompt is not cut: it is refused or read whole
+        )
 
 
 def check_prompts(
-    loaded: Loaded,
-    prompts: Sequence[Prompts],
-    chosen: Sequence[Variant],
-    lm: PolicyLM,
-    *,
-    later: bool,
-    beyond: bool,
+    loaded: Loaded, prompts: Sequence[Prompts], chosen: Sequence[Variant], how: How, lm: PolicyLM
 ) -> None:
-    """Check that the model can read every prompt under every policy.
-
-    Args:
-        loaded: The model.
-        prompts: All that will be asked.
-        chosen: The policies.
-        lm: The model for the harness.
-        later: Whether questions are asked after the policy has chosen.
-        beyond: Whether prompts may be longer than the model has positions for.
-
-    Raises:
-        ValueError: A prompt is too long, its question cannot be told from its document, or a policy
-            cannot be applied to the model.
-    """
-    longest = 0
+    """Raise ValueError unless the model can read every prompt under every policy."""
+    longest, remedy = 0, "smaller --lengths, other --tasks"
     for each in prompts:
-        for number, requests in enumerate(each.requests):
-            what = f"document {number} of {each.name}"
-            for request in requests:
-                prompt, follows = request.args[0], request.args[1]
-                if isinstance(follows, str):
-                    answer = len(lm.tok_encode(follows, add_special_tokens=False))
-                else:
-                    answer = int(follows.get("max_gen_toks", lm.max_gen_toks))
-                ids = lm.tok_encode(prompt)
-                if prompt.strip():
-                    check_known(loaded.tokenizer, ids, what)
-                remedy = "smaller --lengths, other --tasks"
-                check_positions(loaded, len(ids), answer, beyond=beyond, what=what, remedy=remedy)
-                longest = max(longest, len(ids) + answer)
-                if later:
-                    document_end(each.name, request.doc, prompt)
+        for request in (it for requests in each.requests for it in requests):
+            what = f"document {request.doc_id} of {each.name}"
+            prompt, follows = request.args[0], request.args[1]
+            if isinstance(follows, str):
+                answer = len(lm.tok_encode(follows, add_special_tokens=False))
+            else:
+                answer = int(follows.get("max_gen_toks", lm.max_gen_toks))
+            ids = lm.tok_encode(prompt)
+            if prompt.strip():
+                check_known(loaded.tokenizer, ids, what)
+            check_positions(
+                loaded, len(ids), answer, beyond=how.beyond_positions, what=what, remedy=remedy
+            )
+            longest = max(longest, len(ids) + answer)
+            if how.later:
+                document_end(each.name, request.doc, prompt)
     found = check_model(loaded.model)
     for variant in chosen:
         with naming(variant.label):
@@ -88,17 +68,61 @@ def check_prompts(
             raise ValueError(f"{variant.label} cannot be applied to {loaded.name}: {said}")
 
 
-def answer(prompts: Prompts, documents: Sequence[int], lm: PolicyLM) -> list[Sample]:
-    """Answer some documents of a task; what they cost is as `PolicyLM` measures it.
+def fill(
+    folder: Path,
+    cells: Mapping[str, Cell],
+    loaded: Loaded,
+    prompts: Sequence[Prompts],
+    chosen: Sequence[Variant],
+    how: How,
+    progress: Progress,
+) -> Iterator[str]:
+    """Answer the documents that an opened folder lacks, and keep each batch of them at once.
 
-    Args:
-        prompts: The task's.
-        documents: Their numbers.
-        lm: The model with the policy.
+    All policies answer a task before the next one begins, so that what is there can be compared.
+
+    Yields:
+        A line for each finished cell.
 
     Raises:
-        ValueError: The task gives a document no score in [0, 1] or [0, 100].
+        ValueError: The folder holds answers to another prompt or of another policy (before anything
+            is answered), or the task gives a document no score in [0, 1] or [0, 100].
     """
+    asked = []
+    for each in prompts:
+        for variant in chosen:
+            cell = Cell(each.name, each.length, how.later, variant.label, repr(variant.policy))
+            there = cells.get(cell.file, cell)
+            if there.policy != cell.policy:
+                raise ValueError(
+                    f"out must be a folder of the same policies, got {folder}, where {cell.method} "
+                    f"was {there.policy}, got {cell.policy}; give another --out"
+                )
+            for sample in there.samples[: len(each.requests)]:
+                if each.digest(sample.document) != sample.prompt:
+                    raise ValueError(
+                        f"out must be a folder of the same prompts, got {folder}, where document "
+                        f"{sample.document} of {cell.place} was another: the task or its data has "
+                        "changed; give another --out"
+                    )
+            asked.append((each, variant.policy, there))
+    total, done = sum(len(each.requests) for each, _, _ in asked), 0
+    for each, policy, cell in asked:
+        kept = {sample.document for sample in cell.samples}
+        missing = [number for number in range(len(each.requests)) if number not in kept]
+        done += len(each.requests) - len(missing)
+        lm = answering_model(loaded, policy, how)
+        for start in range(0, len(missing), how.batch_size):
+            progress(str(cell), done, total)
+            batch = missing[start : start + how.batch_size]
+            cell = attrs.evolve(cell, samples=(*cell.samples, *_answer(each, batch, lm)))
+            save_cell(folder, cell)
+            done += len(batch)
+        there = f", {len(kept):,} of them there before" if kept else ""
+        yield f"{cell}: {cell.metric} {cell.mean:.3f} of {len(cell.samples):,}{there}"
+
+
+def _answer(prompts: Prompts, documents: Sequence[int], lm: PolicyLM) -> list[Sample]:
     groups = [
         [dataclasses.replace(it, resps=[], filtered_resps={}) for it in prompts.requests[number]]
         for number in documents
@@ -120,7 +144,7 @@ def answer(prompts: Prompts, documents: Sequence[int], lm: PolicyLM) -> list[Sam
             Sample(
                 document=number,
                 prompt=prompts.digest(number),
-                answer=_answer(prompts, group),
+                answers=[str(each.resps[0]) for each in group],
                 scores=_scores(prompts, group),
                 tokens_seen=most.prompt_tokens,
                 tokens_kept=most.kept_tokens,
@@ -132,15 +156,6 @@ def answer(prompts: Prompts, documents: Sequence[int], lm: PolicyLM) -> list[Sam
     return found
 
 
-def _answer(prompts: Prompts, requests: Sequence[Instance]) -> str:
-    """Return the generated text after the task's filter, or the likeliest choice."""
-    responses = [next(iter(request.filtered_resps.values())) for request in requests]
-    if prompts.task.OUTPUT_TYPE == "generate_until":
-        return str(responses[0])
-    likeliest = max(range(len(requests)), key=lambda index: float(responses[index][0]))
-    return str(requests[likeliest].args[1]).strip()
-
-
 def _scores(prompts: Prompts, requests: Sequence[Instance]) -> dict[str, float]:
     """Return a document's scores by metric, the task's first metric first."""
     scores: dict[str, float] = {}
@@ -148,11 +163,9 @@ def _scores(prompts: Prompts, requests: Sequence[Instance]) -> dict[str, float]:
     for each in filters:
         results = [request.filtered_resps[each] for request in requests]
         for metric, value in prompts.task.process_results(requests[0].doc, results).items():
-            name = metric
-            if metric.isdecimal():  # RULER names its metric after the prompt's length
-                if metric != str(prompts.length):
-                    continue
-                name = "score"
+            name = "score" if metric == str(prompts.length) else metric
+            if metric.isdecimal() and name == metric:  # RULER's metric of another length
+                continue
             if isinstance(value, Real) and averages(prompts.task, metric):
                 scores[name if len(filters) == 1 else f"{name},{each}"] = float(value)
     if not scores or not all(0 <= value <= 100 for value in scores.values()):

@@ -1,171 +1,157 @@
-"""Sum up a folder of answers as one table: for the terminal, as Markdown and as CSV."""
+"""Sum up a folder of answers as one table (terminal, Markdown, CSV) and one picture."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import Any
 
-import attrs
-
-from kvpolicy.evaluation.intervals import Difference, paired_difference, share_interval
-from kvpolicy.evaluation.suite.folder import FULL_CONTEXT, Cell
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from kvpolicy.evaluation.intervals import paired_difference, share_interval
+from kvpolicy.evaluation.pictures import Cell as Square
+from kvpolicy.evaluation.pictures import accuracy_colour, draw_grid, new_figure, png, row_axis
+from kvpolicy.evaluation.suite.folder import FULL_CONTEXT, Cell, Sample
 
 HEADERS = ("policy", "n", "score [95%]", "to full [95%]", "KV MB", "prefill s")
 LEGEND = (
-    "n: documents. score: their mean, in %. to full: the mean difference from full context",
-    "on the same documents, in points. [95%]: intervals. KV: keys and values held after the",
-    "prompt. prefill: median of the seconds to read it, which kvpolicy compare measures fairly.",
+    "n: documents. score: their mean, in %. to full: the mean difference from full",
+    "context on the same documents, in points. KV: keys and values held after the",
+    "prompt. prefill: median time to read it; kvpolicy compare measures speed fairly.",
 )
 
 
-@attrs.frozen
-class Row:
-    """What one policy scored and cost on a task at one length. A field is a column of the CSV file.
+_COLUMN, _COSTS = 0.62, 3.2  # inches of a column, and of the bars beside them
+Row = dict[str, Any]
 
-    Args:
-        task: The task's name.
-        length: See `Cell`.
-        asked: ``"later"``, or ``"with"`` the document.
-        policy: The policy and its retention.
-        metric: The task's main metric.
-        n: Documents.
-        score: Their mean, in %.
-        low: Lower end of its 95% interval (Wilson's, which is too wide for scores between 0 and 1).
-        high: Upper end.
-        pairs: Documents that full context has answered too.
-        difference: The mean of the differences from full context on them; None without any.
-        difference_low: Lower end of its 95% interval, see `paired_difference`.
-        difference_high: Upper end.
-        tokens_seen: Tokens of a prompt, the mean.
-        tokens_kept: Tokens kept of it, the mean.
-        bytes_held: Bytes of their keys and values, the mean.
-        prefill_seconds: Seconds to read a prompt, the median.
-        total_seconds: Seconds to read and answer it, the median.
+
+def rows_of(cells: Sequence[Cell]) -> list[Row]:
+    """Sum up cells, in their order: what each scored and cost, by the columns of the CSV file.
+
+    ``score`` and ``difference`` are means in %, each with its 95% interval (Wilson's, and that of
+    `paired_difference`), costs are means over the documents, and seconds are medians. ``pairs``
+    counts the documents that full context has answered too. A metric whose scores exceed 1 anywhere
+    in its task is taken to end at 100.
     """
-
-    task: str
-    length: int | None
-    asked: str
-    policy: str
-    metric: str
-    n: int
-    score: float
-    low: float
-    high: float
-    pairs: int
-    difference: float | None
-    difference_low: float | None
-    difference_high: float | None
-    tokens_seen: float
-    tokens_kept: float
-    bytes_held: float
-    prefill_seconds: float
-    total_seconds: float
-
-    @property
-    def texts(self) -> list[str]:
-        """The row's cells under `HEADERS`."""
-        difference = ""
-        if self.difference is not None:
-            low, high = self.difference_low, self.difference_high
-            difference = f"{self.difference:+.1f} [{low:+.0f}, {high:+.0f}]".replace("-", "−")
-        held, seconds = self.bytes_held / 1e6, self.prefill_seconds
-        return [
-            self.policy,
-            f"{self.n:,}",
-            f"{self.score:.1f} [{self.low:.0f}, {self.high:.0f}]",
-            difference,
-            f"{held:,.0f}" if held >= 100 else f"{held:.3g}",
-            f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2g}",
-        ]
+    tops = {(each.task, top) for each in cells for top in map(_score, each.samples) if top > 1}
+    over = {task for task, _ in tops}
+    full = {
+        cell.place: {(it.document, it.prompt): _score(it) for it in cell.samples}
+        for cell in cells
+        if cell.method == FULL_CONTEXT
+    }
+    return [
+        _row(cell, full.get(cell.place, {}), 100.0 if cell.task in over else 1.0) for cell in cells
+    ]
 
 
-def rows_of(cells: Sequence[Cell]) -> list[tuple[str, Row]]:
-    """Sum up cells, in their order; each row comes with the words for its task and length.
-
-    A metric whose scores exceed 1 anywhere in its task is taken to end at 100.
-    """
-    best: dict[str, float] = {}
-    for cell in cells:
-        top = max(next(iter(sample.scores.values())) for sample in cell.samples)
-        best[cell.task] = max(best.get(cell.task, 1.0), 100.0 if top > 1 else 1.0)
-    full = {cell.place: cell for cell in cells if cell.method == FULL_CONTEXT}
-    return [(cell.place, _row(cell, full.get(cell.place), best[cell.task])) for cell in cells]
+def _score(sample: Sample) -> float:
+    return next(iter(sample.scores.values()))
 
 
-def _row(cell: Cell, full: Cell | None, best: float) -> Row:
+def _row(cell: Cell, full: Mapping[tuple[int, str], float], best: float) -> Row:
     samples = cell.samples
-    metric = next(iter(samples[0].scores))
-    score = fmean(each.scores[metric] / best for each in samples)
-    low, high = share_interval(score, len(samples))
-    pairs: list[tuple[float, float]] = []
-    if full is not None and cell.method != FULL_CONTEXT:
-        others = {(each.document, each.prompt): each.scores for each in full.samples}
-        keys = [(each.document, each.prompt) for each in samples]
-        pairs = [
-            (100 * each.scores[metric] / best, 100 * others[key][metric] / best)
-            for each, key in zip(samples, keys, strict=True)
-            if key in others
-        ]
-    found: Difference | None = None
-    if pairs:
-        found = paired_difference([own for own, _ in pairs], [it for _, it in pairs], scale=100.0)
-    return Row(
-        task=cell.task,
-        length=cell.length,
-        asked="later" if cell.later else "with",
-        policy=cell.method,
-        metric=metric,
-        n=len(samples),
-        score=100 * score,
-        low=100 * low,
-        high=100 * high,
-        pairs=len(pairs),
-        difference=None if found is None else found.mean,
-        difference_low=None if found is None else found.low,
-        difference_high=None if found is None else found.high,
-        tokens_seen=fmean(each.tokens_seen for each in samples),
-        tokens_kept=fmean(each.tokens_kept for each in samples),
-        bytes_held=fmean(each.bytes_held for each in samples),
-        prefill_seconds=median(each.prefill_seconds for each in samples),
-        total_seconds=median(each.total_seconds for each in samples),
-    )
+    share = cell.mean / best
+    low, high = share_interval(share, len(samples))
+    pairs = []
+    if cell.method != FULL_CONTEXT:
+        scores = {(each.document, each.prompt): _score(each) for each in samples}
+        pairs = [(scores[key] / best, full[key] / best) for key in scores if key in full]
+    found = paired_difference(*zip(*pairs, strict=True)) if pairs else None
+    row: Row = {"place": cell.place, "task": cell.task, "length": cell.length}
+    row |= {"later": cell.later, "policy": cell.method, "metric": cell.metric, "n": len(samples)}
+    row |= {"score": 100 * share, "low": 100 * low, "high": 100 * high, "pairs": len(pairs)}
+    for name, part in (("", "mean"), ("_low", "low"), ("_high", "high")):
+        row[f"difference{name}"] = None if found is None else 100 * getattr(found, part)
+    for name in ("tokens_seen", "tokens_kept", "bytes_held", "prefill_seconds", "total_seconds"):
+        middle = median if "seconds" in name else fmean
+        row[name] = middle([float(getattr(each, name)) for each in samples])
+    return row
 
 
-def terminal_table(rows: Sequence[tuple[str, Row]]) -> Table:
-    """Return the table for a terminal of 80 columns: a block for each task and length."""
-    from rich.table import Table
+def texts_of(row: Row) -> list[str]:
+    """Return a row's cells under `HEADERS`."""
+    difference = ""
+    if row["pairs"]:
+        interval = f"[{row['difference_low']:+.0f}, {row['difference_high']:+.0f}]"
+        difference = f"{row['difference']:+.1f} {interval}"
+    held, seconds = row["bytes_held"] / 1e6, row["prefill_seconds"]
+    return [
+        row["policy"],
+        f"{row['n']:,}",
+        f"{row['score']:.1f} [{row['low']:.0f}, {row['high']:.0f}]",
+        difference,
+        f"{held:,.0f}" if held >= 100 else f"{held:.3g}",
+        f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2g}",
+    ]
 
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for index, header in enumerate(HEADERS):
-        table.add_column(header, justify="right" if index else "left", no_wrap=index != 0)
-    before = None
-    for place, row in rows:
-        if place != before:
-            table.add_row()
-            table.add_row(f"{place}: {row.metric}", style="bold")
-        table.add_row(*row.texts)
-        before = place
-    return table
+
+def lines_of(rows: Sequence[Row]) -> list[str]:
+    """Return the table's lines for a terminal of 80 columns: a block for each task and length."""
+    texts = [list(HEADERS), *map(texts_of, rows)]
+    widths = [max(len(each[index]) for each in texts) for index in range(len(HEADERS))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return " ".join([cells[0].ljust(widths[0]), *padded]).rstrip()
+
+    found, before = [line(HEADERS)], ""
+    for row in rows:
+        if row["place"] != before:
+            found += ["", f"{row['place']}: {row['metric']}"]
+        found.append(line(texts_of(row)))
+        before = row["place"]
+    return [*found, "", *LEGEND]
 
 
-def markdown(rows: Sequence[tuple[str, Row]]) -> str:
+def markdown(rows: Sequence[Row]) -> str:
     """Return the table as Markdown, with the task in each row."""
     lines = [f"| task | {' | '.join(HEADERS)} |", "| --- | --- " + "| ---: " * 5 + "|"]
-    lines += [f"| {place} | {' | '.join(row.texts)} |" for place, row in rows]
+    lines += [f"| {row['place']} | {' | '.join(texts_of(row))} |" for row in rows]
     return "\n".join([*lines, "", *LEGEND, ""])
 
 
-def csv_text(rows: Sequence[tuple[str, Row]]) -> str:
+def csv_text(rows: Sequence[Row]) -> str:
     """Return the rows as CSV, with a header and all digits; what is not known is empty."""
     written = io.StringIO()
-    writer = csv.writer(written, lineterminator="\n")
-    writer.writerow([each.name for each in attrs.fields(Row)])
-    writer.writerows(attrs.astuple(row) for _, row in rows)
+    writer = csv.DictWriter(written, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return written.getvalue()
+
+
+def plot_rows(rows: Sequence[Row]) -> bytes:
+    """Plot scores in %, and mean memory and prefill time as fractions of full context's, as PNG."""
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    places = list(dict.fromkeys(row["place"] for row in rows))
+    full = {row["place"]: row for row in rows if row["policy"] == FULL_CONTEXT}
+    grid: list[list[Square]] = [[] for _ in policies]
+    for row in rows:
+        cell = Square(places.index(row["place"]), f"{row['score']:.0f}", row["score"])
+        grid[policies.index(row["policy"])].append(cell)
+    wide = max(1.5, _COLUMN * len(places))
+    figure = new_figure(0.075 * max(map(len, policies)) + wide + _COSTS, len(policies))
+    figure.set_figheight(figure.get_figheight() + 0.055 * max(map(len, places)))
+    scores, costs = figure.subplots(1, 2, sharey=True, width_ratios=(wide, _COSTS - 0.4))
+    row_axis(scores, policies)
+    draw_grid(scores, "score, %", places, grid, accuracy_colour())
+    for label in scores.get_xticklabels():
+        label.set(rotation=40, ha="left", rotation_mode="anchor")
+    for index, policy in enumerate(policies):
+        own = [
+            (each, full[each["place"]])
+            for each in rows
+            if each["policy"] == policy and each["place"] in full
+        ]
+        held = fmean(row["bytes_held"] / max(base["bytes_held"], 1) for row, base in own)
+        spent = fmean(
+            row["prefill_seconds"] / max(base["prefill_seconds"], 1e-9) for row, base in own
+        )
+        costs.barh(index + 0.32, held, height=0.3, color="#2171b5")
+        costs.barh(index + 0.68, spent, height=0.3, color="#bbbbbb")
+    costs.axvline(1, color="black", linewidth=1, linestyle=":")
+    costs.set_title("KV held (blue), prefill time (grey)\nfull context = 1", fontsize=9)
+    costs.tick_params(left=False, labelleft=False)
+    for side in ("top", "right", "left"):
+        costs.spines[side].set_visible(False)
+    return png(figure)

@@ -25,25 +25,30 @@ from kvpolicy.integrations.lm_eval import PolicyLM
 HARNESS = Path(lm_eval.tasks.__file__).parent
 # Looked through first: to list all of the harness's 14,000 names takes 15 seconds.
 FIRST = (HARNESS / "ruler", HARNESS / "longbench")
-# The field in which a document says for which prompt length it was made, as RULER's do.
-LENGTH_FIELD = "max_length"
-SEED = 42
-FEWSHOT_SEED = 1234  # the harness's own
-# Below, the harness's code of these tasks tries forever to make a prompt that is short enough.
-_LEAST = 1024
-_ENDLESS = ("ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot")
+SEED, FEWSHOT_SEED = 42, 1234  # the second is the harness's own
+# Below the least length, the harness's code of these tasks tries forever to make a prompt.
+LEAST = 1024
+ENDLESS = ("ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot")
+
+
+@attrs.frozen
+class How:
+    """How tasks are asked: ``limit`` documents of each task and length (None for all), and so on.
+
+    ``later``: questions come after the policy has chosen. ``chat``: each prompt is a user's turn.
+    """
+
+    lengths: tuple[int, ...]
+    limit: int | None
+    later: bool
+    chat: bool
+    batch_size: int
+    beyond_positions: bool
 
 
 @attrs.frozen(eq=False)
 class Prompts:
-    """A task's prompts at one length, as the harness makes them.
-
-    Args:
-        name: The task's name.
-        length: Tokens that the prompts were made for; None for a task with prompts of its own.
-        task: The task, which scores the answers.
-        requests: Those of each document; a multiple choice has one for each choice.
-    """
+    """A task's prompts at one length, None for a length of its own: each document's requests."""
 
     name: str
     length: int | None
@@ -57,31 +62,19 @@ class Prompts:
 
 
 def find_tasks(names: Sequence[str], include: Sequence[Path]) -> dict[str, Path]:
-    """Return the single tasks behind names of tasks, groups and tags, with their folders.
-
-    No documents are loaded.
-
-    Args:
-        names: As `lm_eval --tasks` takes them.
-        include: Folders with further tasks.
-
-    Raises:
-        ValueError: Names are unknown; says which are near.
-    """
+    """Return the single tasks behind names of tasks, groups and tags, with their folders."""
     with quiet():
         manager = TaskManager(include_path=[*FIRST, *include], include_defaults=False)
         if any(name not in manager.task_index for name in names):
             manager = TaskManager(include_path=list(include))
     index: Mapping[str, Any] = manager.task_index
-    wrong = []
     for name in names:
         if name not in index:
             near = difflib.get_close_matches(name, index, n=5, cutoff=0.5)
-            wrong.append(f"{name!r}; near: {', '.join(near) or 'none'}")
-    if wrong:
-        raise ValueError(
-            f"tasks must be names of the harness's tasks, groups or tags, got {'; '.join(wrong)}"
-        )
+            raise ValueError(
+                "tasks must be names of lm-evaluation-harness's tasks, groups or tags, got "
+                f"{name!r}; near: {', '.join(near) or 'none'}"
+            )
     found = dict.fromkeys(leaf for name in names for leaf in _leaves(name, index))
     return {leaf: Path(index[leaf].yaml_path or HARNESS).parent for leaf in found}
 
@@ -98,36 +91,19 @@ def _leaves(name: str, index: Mapping[str, Any]) -> Iterator[str]:
         yield name
 
 
-def make_prompts(
-    tasks: Mapping[str, Path],
-    lengths: Sequence[int],
-    lm: PolicyLM,
-    *,
-    limit: int | None,
-    chat: bool,
-) -> list[Prompts]:
+def make_prompts(tasks: Mapping[str, Path], how: How, lm: PolicyLM) -> list[Prompts]:
     """Load tasks and make the prompts of each length; the same in every process.
 
-    Args:
-        tasks: From `find_tasks`.
-        lengths: For tasks that are made for a length. A task whose documents do not say that they
-            are of the first length is taken once, with ``length=None``.
-        lm: The model with full context, for its tokenizer and chat template.
-        limit: Documents of each task and length; None for all.
-        chat: Whether prompts are a user's turn of a chat.
-
-    Raises:
-        ValueError: A task cannot be loaded, or has no score for each of its documents.
+    A task is made for a length if its own code makes its documents, and their ``max_length`` says
+    so, as in RULER. Others are taken once.
     """
     found = []
     for name, folder in tasks.items():
-        for length in lengths:
-            if name in _ENDLESS and length < _LEAST:
-                raise ValueError(f"lengths must be at least {_LEAST} for {name}, got {length}")
-            made = [
-                _prompts(own, task, length, lm, limit=limit, chat=chat)
-                for own, task in _load(name, folder, length, lm.tokenizer.name_or_path).items()
-            ]
+        for length in how.lengths:
+            if name in ENDLESS and length < LEAST:
+                raise ValueError(f"lengths must be at least {LEAST} for {name}, got {length}")
+            loaded = _load(name, folder, length, lm.tokenizer.name_or_path)
+            made = [_prompts(own, task, length, how, lm) for own, task in loaded.items()]
             found += made
             if all(each.length is None for each in made):
                 break
@@ -135,10 +111,9 @@ def make_prompts(
 
 
 def _load(name: str, folder: Path, length: int, tokenizer: str) -> dict[str, Task]:
-    """Load a task, or a group of them, with the random state that every process begins with."""
+    """Load a task, or a group of them, with random generators in the state of a new process."""
     metadata = {"max_seq_lengths": [length], "tokenizer": tokenizer}
     sys.modules.pop("lm_eval.tasks.ruler.cwe_utils", None)  # has a random state of its own
-    states = random.getstate(), np.random.get_state()
     random.seed(SEED)
     np.random.seed(SEED)
     try:
@@ -148,23 +123,14 @@ def _load(name: str, folder: Path, length: int, tokenizer: str) -> dict[str, Tas
             return loaded
     except Exception as error:  # whatever a task's own code raises
         said = " ".join(str(error).split()) or type(error).__name__
-        at = f" at {length} tokens" if "max_seq_length" in said else ""
-        raise ValueError(f"task {name} could not be loaded{at}: {said}") from error
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        raise ValueError(f"task {name} could not be loaded at {length} tokens: {said}") from error
 
 
-def _prompts(
-    name: str, task: Task, length: int, lm: PolicyLM, *, limit: int | None, chat: bool
-) -> Prompts:
-    if task.OUTPUT_TYPE == "loglikelihood_rolling":
+def _prompts(name: str, task: Task, length: int, how: How, lm: PolicyLM) -> Prompts:
+    if task.OUTPUT_TYPE == "loglikelihood_rolling" or getattr(task, "UNSAFE_CODE", False):
         raise ValueError(
-            f"tasks must have prompts, got {name}, which scores whole texts: there is nothing to "
-            "decode after them"
+            f"tasks must ask for answers that are not run as code, got {name} ({task.OUTPUT_TYPE})"
         )
-    if getattr(task, "UNSAFE_CODE", False):
-        raise ValueError(f"tasks must not run code that a model writes, got {name}")
     if not any(averages(task, metric) for metric in task.aggregation()):
         raise ValueError(
             f"tasks must have a score for each document, whose mean is the result, got {name} with "
@@ -173,18 +139,19 @@ def _prompts(
     with quiet():
         task.set_fewshot_seed(FEWSHOT_SEED)
         task.build_all_requests(
-            limit=limit,
-            apply_chat_template=chat,
-            fewshot_as_multiturn=chat,
-            chat_template=lm.apply_chat_template if chat else None,
-            tokenizer_name=lm.tokenizer_name if chat else "",
+            limit=how.limit,
+            apply_chat_template=how.chat,
+            fewshot_as_multiturn=how.chat,
+            chat_template=lm.apply_chat_template if how.chat else None,
+            tokenizer_name=lm.tokenizer_name if how.chat else "",
         )
     grouped: dict[int, list[Instance]] = {}
     for request in task.instances:
         grouped.setdefault(request.doc_id, []).append(request)
     requests = tuple(tuple(grouped[number]) for number in sorted(grouped))
-    said = {each[0].doc.get(LENGTH_FIELD) for each in requests}
-    return Prompts(name, length if said == {length} else None, task, requests)
+    made = callable(getattr(task.config, "custom_dataset", None))
+    takes = made and {each[0].doc.get("max_length") for each in requests} == {length}
+    return Prompts(name, length if takes else None, task, requests)
 
 
 def averages(task: Task, metric: str) -> bool:
@@ -197,11 +164,9 @@ def averages(task: Task, metric: str) -> bool:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence the harness's bars, prints and log lines in a ``with`` block."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
-        logger.setLevel(level)
+        logging.disable(logging.NOTSET)
