@@ -19,10 +19,6 @@ from kvpolicy.evaluation.policy_options import PolicyOptions, split_names
 if TYPE_CHECKING:
     from rich.console import Console
 
-DEFAULT = "fastkv"
-RATES = (0.1,)
-FILES = ("table.md", "table.csv", "picture.png")
-
 
 @with_policies
 def eval(
@@ -30,33 +26,23 @@ def eval(
     tasks: Annotated[
         list[str],
         Option(
-            "--tasks",
-            "-t",
-            metavar="NAMES",
-            help="Tasks, groups or tags of lm-evaluation-harness; comma-separated or repeated.",
+            "--tasks", "-t", metavar="NAMES", help="Tasks, groups or tags of lm-evaluation-harness."
         ),
     ],
     lengths: Annotated[
-        str,
-        Option(
-            metavar="N,N",
-            help="Prompt lengths in tokens, for tasks that are made for a length, as RULER's are.",
-        ),
+        str, Option(metavar="N,N", help="Prompt lengths, for tasks made for one, as in RULER.")
     ] = "4096",
     limit: Annotated[
-        int | None,
-        Option(min=1, metavar="N", help="Documents of each task and length; default: all."),
+        int | None, Option(min=1, metavar="N", help="Documents of each task and length.")
     ] = None,
     later: Annotated[
-        bool,
-        Option("--later", help="Policies read the document before they know the question."),
+        bool, Option("--later", help="Policies choose before they know the question.")
     ] = False,
     include: Annotated[
-        list[Path] | None,
-        Option(metavar="DIR", help="Folder with tasks of your own; repeatable."),
+        list[Path] | None, Option(metavar="DIR", help="Folder of your own tasks; repeatable.")
     ] = None,
     chat: Annotated[
-        bool, Option("--chat/--no-chat", help="Make each prompt the user's turn of a chat.")
+        bool, Option("--chat", help="Each prompt is the user's turn of a chat.")
     ] = False,
     batch_size: Annotated[int, Option(min=1, metavar="N", help="Prompts read at once.")] = 1,
     model: ModelName = None,
@@ -65,10 +51,7 @@ def eval(
     beyond_positions: BeyondPositions = False,
     threads: Threads = None,
     out: Annotated[
-        Path,
-        Option(
-            metavar="DIR", help="Folder for the results; an existing one is continued or extended."
-        ),
+        Path, Option(metavar="DIR", help="Folder of the results, new or to be continued.")
     ],
     policies: PolicyOptions,
 ) -> None:
@@ -99,19 +82,16 @@ def eval(
     from kvpolicy.evaluation.suite.folder import (
         FULL_CONTEXT,
         check_same,
-        opened,
         read_settings,
         settings_of,
     )
     from kvpolicy.evaluation.suite.tasks import How, find_tasks, make_prompts
 
     if not (policies.names or policies.parts):
-        policies = attrs.evolve(policies, names=(DEFAULT,))
-    found = [*variants([FULL_CONTEXT]), *chosen_variants(policies, RATES)]
+        policies = attrs.evolve(policies, names=("fastkv",))
+    found = [*variants([FULL_CONTEXT]), *chosen_variants(policies, (0.1,))]
     chosen = [*{each.label: each for each in found}.values()]
-    there = read_settings(out)
-    if threads is None and there is not None:
-        threads = there["threads"]
+    threads = threads or (read_settings(out) or {}).get("threads")
     folders = find_tasks(names, include or ())
     torch.set_num_threads(default_threads() if threads is None else check_threads(threads))
     loaded = load_shown(model, dtype=dtype, device=device)
@@ -126,15 +106,14 @@ def eval(
         lm = answering_model(loaded, None, how)
         prompts = make_prompts(folders, how, lm)
         check_prompts(loaded, prompts, chosen, how, lm)
-        with opened(out, settings) as cells:
-            try:
-                for line in fill(out, cells, loaded, prompts, chosen, how, progress):
-                    console.print(line)
-                    console.file.flush()
-            except KeyboardInterrupt:
-                console.print(f"stopped; the same command continues with {out}")
-                _show(out, console)
-                raise
+        try:
+            for line in fill(out, settings, loaded, prompts, chosen, how, progress):
+                console.print(line)
+                console.file.flush()
+        except KeyboardInterrupt:
+            console.print(f"stopped; the same command continues with {out}")
+            raise
+        finally:
             _show(out, console)
 
 
@@ -148,7 +127,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 def _show(folder: Path, console: Console) -> None:
     """Print the table of all that a folder holds, and write it and the picture beside it."""
     from kvpolicy.evaluation.results import write_all
-    from kvpolicy.evaluation.suite.folder import load_cells
+    from kvpolicy.evaluation.suite.folder import FILES, load_cells
     from kvpolicy.evaluation.suite.table import csv_text, lines_of, markdown, plot_rows, rows_of
 
     rows = rows_of(load_cells(folder))

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
 import attrs
 from lm_eval.api.instance import Instance
@@ -14,7 +15,8 @@ from kvpolicy.evaluation.models import Loaded
 from kvpolicy.evaluation.progress import Progress
 from kvpolicy.evaluation.readable import check_known, check_positions
 from kvpolicy.evaluation.refusals import in_users_words, naming
-from kvpolicy.evaluation.suite.folder import Cell, Sample, save_cell
+from kvpolicy.evaluation.results import as_json, write_all
+from kvpolicy.evaluation.suite.folder import SETTINGS, Cell, Sample, load_cells, save_cell
 from kvpolicy.evaluation.suite.tasks import How, Prompts, averages, quiet
 from kvpolicy.evaluation.variant import Variant
 from kvpolicy.integrations.lm_eval import PolicyLM
@@ -40,7 +42,7 @@ def check_prompts(
     loaded: Loaded, prompts: Sequence[Prompts], chosen: Sequence[Variant], how: How, lm: PolicyLM
 ) -> None:
     """Raise ValueError unless the model can read every prompt under every policy."""
-    longest, remedy = 0, "smaller --lengths, other --tasks"
+    longest, remedy = 0, "smaller --lengths"
     for each in prompts:
         for request in (it for requests in each.requests for it in requests):
             what = f"document {request.doc_id} of {each.name}"
@@ -63,49 +65,28 @@ def check_prompts(
         with naming(variant.label):
             reason = found.refusal_of(variant.policy, longest)
         if reason is not None:
-            said = in_users_words(reason, variant.policy, variant.label)
-            said = said.removeprefix(f"{variant.label} cannot be applied to this model: ")
-            raise ValueError(f"{variant.label} cannot be applied to {loaded.name}: {said}")
+            raise ValueError(in_users_words(reason, variant.policy, variant.label))
 
 
 def fill(
     folder: Path,
-    cells: Mapping[str, Cell],
+    settings: Mapping[str, Any],
     loaded: Loaded,
     prompts: Sequence[Prompts],
     chosen: Sequence[Variant],
     how: How,
     progress: Progress,
 ) -> Iterator[str]:
-    """Answer the documents that an opened folder lacks, and keep each batch of them at once.
+    """Answer the documents that a folder lacks, and keep each batch of them at once.
 
-    All policies answer a task before the next one begins, so that what is there can be compared.
-
-    Yields:
-        A line for each finished cell.
-
-    Raises:
-        ValueError: The folder holds answers to another prompt or of another policy (before anything
-            is answered), or the task gives a document no score in [0, 1] or [0, 100].
+    All policies answer a task before the next one begins. Yields a line for each finished cell.
     """
-    asked = []
+    asked, cells = [], {cell.file: cell for cell in load_cells(folder)}
     for each in prompts:
         for variant in chosen:
-            cell = Cell(each.name, each.length, how.later, variant.label, repr(variant.policy))
-            there = cells.get(cell.file, cell)
-            if there.policy != cell.policy:
-                raise ValueError(
-                    f"out must be a folder of the same policies, got {folder}, where {cell.method} "
-                    f"was {there.policy}, got {cell.policy}; give another --out"
-                )
-            for sample in there.samples[: len(each.requests)]:
-                if each.digest(sample.document) != sample.prompt:
-                    raise ValueError(
-                        f"out must be a folder of the same prompts, got {folder}, where document "
-                        f"{sample.document} of {cell.place} was another: the task or its data has "
-                        "changed; give another --out"
-                    )
-            asked.append((each, variant.policy, there))
+            new = Cell(each.name, each.length, how.later, variant.label, repr(variant.policy))
+            asked.append((each, variant.policy, _continued(cells.get(new.file, new), new, each)))
+    write_all(folder, {SETTINGS: as_json(settings)})
     total, done = sum(len(each.requests) for each, _, _ in asked), 0
     for each, policy, cell in asked:
         kept = {sample.document for sample in cell.samples}
@@ -118,8 +99,25 @@ def fill(
             cell = attrs.evolve(cell, samples=(*cell.samples, *_answer(each, batch, lm)))
             save_cell(folder, cell)
             done += len(batch)
-        there = f", {len(kept):,} of them there before" if kept else ""
-        yield f"{cell}: {cell.metric} {cell.mean:.3f} of {len(cell.samples):,}{there}"
+        before = f", {len(kept):,} of them there before" if kept else ""
+        yield f"{cell}: {cell.metric} {cell.mean:.3f} of {len(cell.samples):,}{before}"
+
+
+def _continued(there: Cell, asked: Cell, prompts: Prompts) -> Cell:
+    """Return what a folder holds of a cell; raise ValueError if it was asked in another way."""
+    if there.policy != asked.policy:
+        raise ValueError(
+            f"out must be a folder of the same policies, got one where {asked.method} was "
+            f"{there.policy}, got {asked.policy}; give another --out"
+        )
+    for sample in there.samples:
+        number = sample.document
+        if number < len(prompts.requests) and prompts.digest(number) != sample.prompt:
+            raise ValueError(
+                f"out must be a folder of the same prompts, got one where document {number} of "
+                f"{asked.place} was another: the task or its data has changed; give another --out"
+            )
+    return there
 
 
 def _answer(prompts: Prompts, documents: Sequence[int], lm: PolicyLM) -> list[Sample]:

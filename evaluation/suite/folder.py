@@ -1,8 +1,7 @@
 """Keep what was answered in a folder: a file of settings, and a file for each cell.
 
 A cell is a task at one length under one policy. Its file is replaced as a whole whenever more of it
-is answered, so that a kill loses what was being asked and no more. A folder is of one model on one
-machine; it is extended by other cells, and by more documents in each.
+is answered, so that a kill loses what was being asked and no more.
 """
 
 from __future__ import annotations
@@ -10,30 +9,28 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import attrs
-from filelock import FileLock, Timeout
 
 from kvpolicy.evaluation.models import Loaded
 from kvpolicy.evaluation.results import as_json, check_folder, environment, write_all
 
-SETTINGS, CELLS, LOCK = "settings.json", "cells", ".lock"
+SETTINGS, CELLS = "settings.json", "cells"
+FILES = ("table.md", "table.csv", "picture.png")
 FULL_CONTEXT = "full_context"
 FORMAT = 1
 
 
 @attrs.frozen
 class Sample:
-    """The answer to one document: of each request, what the model said, its scores and costs.
+    """The answer to one document, with a hash of its prompt, its scores and `RequestCosts`.
 
-    ``prompt`` is a hash, the task's main metric is the first of ``scores``, and costs are those of
-    `RequestCosts`: the bytes of the largest request, the seconds of all.
+    The task's main metric is the first score. Costs are the largest request's; seconds are of all.
     """
 
     document: int
@@ -49,10 +46,7 @@ class Sample:
 
 @attrs.frozen
 class Cell:
-    """A task at one length under one policy (``method``, and as Python writes it), and its answers.
-
-    ``length`` is None for prompts of a length of the task's own.
-    """
+    """A task at one length (None: its own) under a policy (``method`` is its label)."""
 
     task: str
     length: int | None
@@ -106,10 +100,9 @@ def _read_cell(file: Path) -> Cell:
         read = json.loads(file.read_text(encoding="utf-8"))
         samples = tuple(Sample(**each) for each in read.pop("samples"))
         cell = Cell(**read, samples=samples)
-        if cell.file != file.name or len({each.document for each in samples}) < len(samples):
-            raise ValueError("it does not hold what its name says")
-        if len({tuple(each.scores) for each in samples}) != 1 or not samples[0].scores:
-            raise ValueError("its samples must have the same scores")
+        once = len({each.document for each in samples}) == len(samples)
+        if cell.file != file.name or not once or len({tuple(it.scores) for it in samples}) != 1:
+            raise ValueError("it does not hold what was written")
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{file} is damaged ({error}); remove it to have it answered again"
@@ -118,8 +111,25 @@ def _read_cell(file: Path) -> Cell:
 
 
 def save_cell(folder: Path, cell: Cell) -> None:
-    """Write a cell's file, all of it or nothing."""
+    """Write a cell's file, all of it or nothing, so that a kill leaves no half."""
     write_all(folder / CELLS, {cell.file: as_json(attrs.asdict(cell))})
+
+
+def read_settings(folder: Path) -> dict[str, Any] | None:
+    """Return the settings of a folder, or None if it is new; damaged ones are a ValueError."""
+    check_folder(folder, (SETTINGS, *FILES))
+    file = folder / SETTINGS
+    if not file.exists():
+        if (folder / CELLS).exists():
+            raise ValueError(f"out {folder} has {CELLS} but no {SETTINGS}; give another --out")
+        return None
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if found["format"] != FORMAT or not isinstance(found["threads"], int):
+            raise ValueError(f"its format must be {FORMAT}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged ({error!r}); give another --out") from None
+    return found
 
 
 def check_same(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -139,49 +149,8 @@ def check_same(folder: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
-@contextmanager
-def opened(folder: Path, settings: Mapping[str, Any]) -> Iterator[dict[str, Cell]]:
-    """Lock a folder for this process, new or to be extended; yield its cells by file name.
-
-    Raises:
-        ValueError: See `check_same`; or another process writes to it, or a cell is damaged.
-    """
-    check_same(folder, settings)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / LOCK, blocking=False):
-            if not (folder / SETTINGS).exists():
-                write_all(folder, {SETTINGS: as_json(settings)})
-            yield {cell.file: cell for cell in load_cells(folder)}
-    except Timeout:
-        raise ValueError(
-            f"out must be a folder that no other process writes to, got {folder}, which another "
-            "kvpolicy eval is filling"
-        ) from None
-
-
-def read_settings(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of a folder, or None if it is new; damaged ones are a ValueError."""
-    check_folder(folder, (SETTINGS,))
-    file = folder / SETTINGS
-    if not file.exists() and (folder / CELLS).exists():
-        raise ValueError(f"out {folder} has {CELLS} but no {SETTINGS}; give another --out")
-    if not file.exists():
-        return None
-    try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if found["format"] != FORMAT or not isinstance(found["threads"], int):
-            raise ValueError(f"its format must be {FORMAT}")
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is damaged ({error!r}); give another --out") from None
-    return found
-
-
 def settings_of(loaded: Loaded, *, chat: bool, batch_size: int) -> dict[str, Any]:
-    """Return what must be the same for all cells of a folder: the model and the machine.
-
-    A model's content is a hash of its configuration, some numbers of each weight, and its words.
-    """
+    """Return what all cells of a folder share: the machine, and a hash of the model's content."""
     config = loaded.model.config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         config.pop(name, None)
@@ -191,7 +160,7 @@ def settings_of(loaded: Loaded, *, chat: bool, batch_size: int) -> dict[str, Any
         digest.update(f"{name} {tuple(weight.shape)} {numbers}".encode())
     digest.update(json.dumps(loaded.tokenizer.get_vocab(), sort_keys=True).encode())
     place = environment(loaded.model.device)
-    versions = {**place["versions"], "lm_eval": version("lm_eval")}
+    place["versions"]["lm_eval"] = version("lm_eval")
     place["machine"].pop("cpus")
     return {
         "format": FORMAT,
@@ -201,5 +170,5 @@ def settings_of(loaded: Loaded, *, chat: bool, batch_size: int) -> dict[str, Any
         "chat": chat,
         "batch size": batch_size,
         **place["machine"],
-        **{f"version of {name}": each for name, each in versions.items()},
+        **{f"version of {name}": each for name, each in place["versions"].items()},
     }

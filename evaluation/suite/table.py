@@ -19,8 +19,6 @@ LEGEND = (
     "context on the same documents, in points. KV: keys and values held after the",
     "prompt. prefill: median time to read it; kvpolicy compare measures speed fairly.",
 )
-
-
 _COLUMN, _COSTS = 0.62, 3.2  # inches of a column, and of the bars beside them
 Row = dict[str, Any]
 
@@ -28,13 +26,10 @@ Row = dict[str, Any]
 def rows_of(cells: Sequence[Cell]) -> list[Row]:
     """Sum up cells, in their order: what each scored and cost, by the columns of the CSV file.
 
-    ``score`` and ``difference`` are means in %, each with its 95% interval (Wilson's, and that of
-    `paired_difference`), costs are means over the documents, and seconds are medians. ``pairs``
-    counts the documents that full context has answered too. A metric whose scores exceed 1 anywhere
-    in its task is taken to end at 100.
+    Scores are means in %, with 95% intervals; costs are means, seconds medians. ``pairs`` counts
+    documents that full context has answered too. If a score exceeds 1, the task's best is 100.
     """
-    tops = {(each.task, top) for each in cells for top in map(_score, each.samples) if top > 1}
-    over = {task for task, _ in tops}
+    over = {cell.task for cell in cells if max(map(_score, cell.samples)) > 1}
     full = {
         cell.place: {(it.document, it.prompt): _score(it) for it in cell.samples}
         for cell in cells
@@ -75,14 +70,13 @@ def texts_of(row: Row) -> list[str]:
     if row["pairs"]:
         interval = f"[{row['difference_low']:+.0f}, {row['difference_high']:+.0f}]"
         difference = f"{row['difference']:+.1f} {interval}"
-    held, seconds = row["bytes_held"] / 1e6, row["prefill_seconds"]
+    costs = row["bytes_held"] / 1e6, row["prefill_seconds"]
     return [
         row["policy"],
         f"{row['n']:,}",
         f"{row['score']:.1f} [{row['low']:.0f}, {row['high']:.0f}]",
         difference,
-        f"{held:,.0f}" if held >= 100 else f"{held:.3g}",
-        f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2g}",
+        *(f"{it:,.0f}" if it >= 100 else f"{it:.3g}" for it in costs),
     ]
 
 
@@ -114,7 +108,7 @@ def markdown(rows: Sequence[Row]) -> str:
 def csv_text(rows: Sequence[Row]) -> str:
     """Return the rows as CSV, with a header and all digits; what is not known is empty."""
     written = io.StringIO()
-    writer = csv.DictWriter(written, list(rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(written, [*rows[0]][1:], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return written.getvalue()
@@ -138,17 +132,13 @@ def plot_rows(rows: Sequence[Row]) -> bytes:
     for label in scores.get_xticklabels():
         label.set(rotation=40, ha="left", rotation_mode="anchor")
     for index, policy in enumerate(policies):
-        own = [
-            (each, full[each["place"]])
-            for each in rows
-            if each["policy"] == policy and each["place"] in full
-        ]
-        held = fmean(row["bytes_held"] / max(base["bytes_held"], 1) for row, base in own)
-        spent = fmean(
-            row["prefill_seconds"] / max(base["prefill_seconds"], 1e-9) for row, base in own
-        )
-        costs.barh(index + 0.32, held, height=0.3, color="#2171b5")
-        costs.barh(index + 0.68, spent, height=0.3, color="#bbbbbb")
+        own = [row for row in rows if row["policy"] == policy and row["place"] in full]
+        for name, where, colour in (
+            ("bytes_held", 0.32, "#2171b5"),
+            ("prefill_seconds", 0.68, "#bbbbbb"),
+        ):
+            shares = [row[name] / max(full[row["place"]][name], 1e-9) for row in own]
+            costs.barh(index + where, fmean(shares or [0.0]), height=0.3, color=colour)
     costs.axvline(1, color="black", linewidth=1, linestyle=":")
     costs.set_title("KV held (blue), prefill time (grey)\nfull context = 1", fontsize=9)
     costs.tick_params(left=False, labelleft=False)

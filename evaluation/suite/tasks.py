@@ -25,18 +25,13 @@ from kvpolicy.integrations.lm_eval import PolicyLM
 HARNESS = Path(lm_eval.tasks.__file__).parent
 # Looked through first: to list all of the harness's 14,000 names takes 15 seconds.
 FIRST = (HARNESS / "ruler", HARNESS / "longbench")
-SEED, FEWSHOT_SEED = 42, 1234  # the second is the harness's own
-# Below the least length, the harness's code of these tasks tries forever to make a prompt.
-LEAST = 1024
+# Below 1,024 tokens, the harness's code of these tasks tries forever to make a prompt.
 ENDLESS = ("ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot")
 
 
 @attrs.frozen
 class How:
-    """How tasks are asked: ``limit`` documents of each task and length (None for all), and so on.
-
-    ``later``: questions come after the policy has chosen. ``chat``: each prompt is a user's turn.
-    """
+    """How tasks are asked: at which lengths, how many documents of each, and so on."""
 
     lengths: tuple[int, ...]
     limit: int | None
@@ -94,14 +89,13 @@ def _leaves(name: str, index: Mapping[str, Any]) -> Iterator[str]:
 def make_prompts(tasks: Mapping[str, Path], how: How, lm: PolicyLM) -> list[Prompts]:
     """Load tasks and make the prompts of each length; the same in every process.
 
-    A task is made for a length if its own code makes its documents, and their ``max_length`` says
-    so, as in RULER. Others are taken once.
+    A task has lengths if its code makes documents with ``max_length``. Others are taken once.
     """
     found = []
     for name, folder in tasks.items():
         for length in how.lengths:
-            if name in ENDLESS and length < LEAST:
-                raise ValueError(f"lengths must be at least {LEAST} for {name}, got {length}")
+            if name in ENDLESS and length < 1024:
+                raise ValueError(f"lengths must be at least 1024 for {name}, got {length}")
             loaded = _load(name, folder, length, lm.tokenizer.name_or_path)
             made = [_prompts(own, task, length, how, lm) for own, task in loaded.items()]
             found += made
@@ -114,8 +108,8 @@ def _load(name: str, folder: Path, length: int, tokenizer: str) -> dict[str, Tas
     """Load a task, or a group of them, with random generators in the state of a new process."""
     metadata = {"max_seq_lengths": [length], "tokenizer": tokenizer}
     sys.modules.pop("lm_eval.tasks.ruler.cwe_utils", None)  # has a random state of its own
-    random.seed(SEED)
-    np.random.seed(SEED)
+    random.seed(42)
+    np.random.seed(42)
     try:
         with quiet():
             manager = TaskManager(include_path=folder, include_defaults=False, metadata=metadata)
@@ -137,7 +131,7 @@ def _prompts(name: str, task: Task, length: int, how: How, lm: PolicyLM) -> Prom
             f"{', '.join(task.aggregation()) or 'none'}"
         )
     with quiet():
-        task.set_fewshot_seed(FEWSHOT_SEED)
+        task.set_fewshot_seed(1234)  # the harness's own
         task.build_all_requests(
             limit=how.limit,
             apply_chat_template=how.chat,
