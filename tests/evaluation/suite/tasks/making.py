@@ -6,7 +6,10 @@ from typing import Any
 
 import datasets
 
-ROWS = [json.loads(line) for line in Path(__file__).with_name("needles.jsonl").open()]
+from kvpolicy.integrations.lm_eval.splitters import after_field, register_splitter
+
+TEXT = Path(__file__).with_name("needles.jsonl").read_text()
+ROWS = [json.loads(line) for line in TEXT.splitlines()]
 
 
 def documents(**metadata: Any) -> dict[str, datasets.Dataset]:
@@ -15,3 +18,6 @@ def documents(**metadata: Any) -> dict[str, datasets.Dataset]:
         raise ValueError(f"expected one length and a tokenizer, got {metadata}")
     rows = [row for row in ROWS if row["max_length"] in lengths]
     return {"test": datasets.Dataset.from_list(rows)}
+
+
+register_splitter("own_words", after_field("context"))
