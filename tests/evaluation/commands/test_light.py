@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import kvpolicy
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.registry import check_names
 

@@ -56,7 +56,7 @@ def test_what_is_written() -> None:
         "",
         "t, 64 tokens: f1",
         "full_context 2 100.0 [34, 100]                       1       0.5",
-        "snapkv 0.1   2    50.0 [9, 91] -50.0 [-98, +48]     1       0.5",
+        "snapkv 0.1   2    50.0 [9, 91] -50.0 [-100, +56]     1       0.5",
     ]
     assert lines[5:8] == [
         "",
@@ -64,7 +64,7 @@ def test_what_is_written() -> None:
         "full_context 1 100.0 [21, 100]                       1       0.5",
     ]
     assert (
-        "| t, 64 tokens | snapkv 0.1 | 2 | 50.0 [9, 91] | -50.0 [-98, +48] | 1 | 0.5 |"
+        "| t, 64 tokens | snapkv 0.1 | 2 | 50.0 [9, 91] | -50.0 [-100, +56] | 1 | 0.5 |"
         in markdown(rows)
     )
     text = csv_text(rows).splitlines()
