@@ -23,16 +23,17 @@ WORKERS := -n logical --maxprocesses 4 --dist worksteal
 CASES := $(if $(CI),,--covering)
 OLDEST_CASES := $(if $(CI),,--quick)
 
-.PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest newest bench pictures \
+.PHONY: compare real test quick lint typecheck check thorough fuzz oldest newest bench pictures \
 	bench-chunks bench-overhead bench-gpu bench-kvpress bench-vllm families transformers-tests vllm-tests \
 	package docs tutorials format clean
 
 compare: $(VENV)/compare
 	$(BIN)/kvpolicy compare --out results/compare $(ARGS)
 
-# What docs/results.md reports, with ARGS='--sweep --sweep-rates'.
-compare-thorough: $(VENV)/compare
-	$(BIN)/kvpolicy compare --thorough --out results/compare-thorough $(ARGS)
+# What docs/results.md reports: all methods on two real models, many hours on two cores. It can be
+# stopped, and continues; ARGS='--minutes 60 --models smollm2' takes a part.
+real: $(VENV)/compare
+	$(BIN)/python -m benchmarks.real $(ARGS)
 
 test: lint typecheck check oldest
 
@@ -165,9 +166,8 @@ bench: $(VENV)/installed
 
 # The pictures again, from the numbers that are there.
 pictures: $(VENV)/installed
-	$(BIN)/python benchmarks/needle.py
 	$(BIN)/python benchmarks/methods.py --show benchmarks/results/methods.json
-	$(BIN)/python benchmarks/benefit.py
+	$(BIN)/python benchmarks/chunks.py --show benchmarks/results/chunks.json
 
 bench-chunks: $(VENV)/installed
 	$(BIN)/python benchmarks/chunks.py $(ARGS)
@@ -179,14 +179,14 @@ bench-gpu:
 bench-overhead: $(VENV)/installed
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
 
-$(KVPRESS)/installed: benchmarks/kvpress/constraints.txt
+$(KVPRESS)/installed: benchmarks/kvpress_constraints.txt
 	$(PYTHON) -m venv $(KVPRESS)
 	$(KVPRESS)/bin/pip install --quiet -c $< torch
 	$(KVPRESS)/bin/pip install --quiet -c $< kvpress
 	touch $@
 
 bench-kvpress: $(VENV)/installed $(KVPRESS)/installed
-	$(BIN)/python benchmarks/kvpress/compare.py --kvpress-python $(KVPRESS)/bin/python $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kvpress.py --kvpress-python $(KVPRESS)/bin/python $(ARGS)
 
 $(VENV)/docs-installed: $(VENV)/installed
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'

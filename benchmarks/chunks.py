@@ -94,14 +94,12 @@ def rows_of(options: argparse.Namespace) -> Iterator[list[Row]]:
 
 
 def _of_whole(taken: dict[str, list[Any]], chunk: int) -> dict[str, float] | None:
-    """Return the spread of CPU time in chunks divided by CPU time at once."""
     pairs = zip(taken[str(chunk)], taken["None"], strict=True)
     both = [ours["cpu_ms"] / theirs["cpu_ms"] for ours, theirs in pairs if ours and theirs]
     return spread(both) if both else None
 
 
 def measure(run: Run) -> None:
-    """Measure every prompt length with every method."""
     settings = {
         "model": attrs.asdict(TINY),
         "dtype": "torch.float32",

@@ -25,18 +25,7 @@ BASELINE = "dynamic_cache"
 
 @attrs.frozen
 class ModelSpec:
-    """The sizes of a Llama with random weights.
-
-    Args:
-        hidden_size: Width of the residual stream.
-        num_layers: Decoder layers.
-        query_heads: Query heads of a layer.
-        kv_heads: KV heads of a layer.
-        intermediate_size: Width of the MLP.
-        vocab_size: Tokens of the vocabulary.
-        max_positions: The configuration's longest context; longer prompts are computed too.
-        rope: Rotary parameters of the configuration; the family's default if None.
-    """
+    """The sizes of a Llama with random weights; prompts longer than its positions work too."""
 
     hidden_size: int
     num_layers: int
@@ -63,12 +52,7 @@ class ModelSpec:
         )
 
     def build(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """Build the model on its device with random weights of seed 0.
-
-        Args:
-            device: Device of the weights.
-            dtype: Type of the weights.
-        """
+        """Build the model on its device with random weights of seed 0."""
         torch.manual_seed(0)
         with torch.device(device):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -90,11 +74,7 @@ def policies_said(names: Sequence[str]) -> dict[str, str]:
 
 
 def policy_of(name: str) -> CachePolicy | None:
-    """Return a registered policy with its default arguments; None for ``dynamic_cache``.
-
-    Args:
-        name: A registered policy's, or ``dynamic_cache``.
-    """
+    """Return a registered policy with its default arguments; None for ``dynamic_cache``."""
     if name == BASELINE:
         return None
     policy = build(name)
@@ -106,11 +86,6 @@ def random_prompt(vocab_size: int, context: int, batch: int = 1) -> Tensor:
     """Return token ids ``[batch, context]``, the same every time and on every machine.
 
     The frequency of a token falls as one over its rank, as in natural text.
-
-    Args:
-        vocab_size: Ids lie below it.
-        context: Tokens of a row.
-        batch: Rows.
     """
     drawn = torch.rand(batch, context, generator=torch.Generator().manual_seed(context))
     return (vocab_size**drawn).long() - 1
@@ -134,12 +109,6 @@ def allowed_decode(
 
     These are the weights without the embeddings, of which a token reads one row, and the keys and
     values kept of the prompt.
-
-    Args:
-        policy: The policy.
-        shape: The model's sizes.
-        context: Tokens of the prompt.
-        model: The model, for the bytes of its weights.
     """
     found = estimate_cost(policy, shape, context, dtype=model.dtype)
     weights = sum(each.nbytes for each in model.parameters())

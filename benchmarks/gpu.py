@@ -2,9 +2,8 @@
 
 The model has Llama-3.1-8B's shape and random weights, and is made on the device. ``cells`` are
 prompts with an answer in a hand-written loop; ``answers`` those of `generate` with growing and with
-fixed buffers, of one row and of 8; ``compiled`` those that `generate` compiles; ``packed`` are
-AdaKV's unequal heads; ``tests`` is tests/integrations/gpu. The most important come first. Writes
-``gpu.json`` after every cell, and a picture.
+fixed buffers, of one row and of 8; ``compiled`` those that `generate` compiles. The most important
+come first. Writes ``gpu.json`` after every cell, and a picture.
 
 A second start with the same --out goes on after the last cell. A cell that was cut short is tried
 again once. So the work may be done in several calls of a few minutes.
@@ -27,7 +26,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +35,11 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.clocks import Deadline
 from benchmarks.common import TINY, ModelSpec, as_json, read_json
-from benchmarks.compiled import FIXED, GROWING, compile_config
-from benchmarks.gpu_answers import TESTS, AnswerBench, AnswerCell, ExtraCell
-from benchmarks.gpu_bench import Bench
-from benchmarks.gpu_cells import FAILED, FULL, SKIPPED, Cell, Plan, Settings
-from benchmarks.gpu_compiled import CompiledBench, CompiledCell
-from benchmarks.gpu_tables import (
-    ANSWER_CELLS,
-    CELLS,
-    COMPILED_CELLS,
-    NOTES,
-    PACKED_CELLS,
-    TEST_CELLS,
-)
-from benchmarks.harness import Benchmark, Option, Row, Run, Text, at_least
+from benchmarks.gpu_cells import FAILED, FULL, MEASURED, Bench, Cell, Job, Plan, Settings, ratios
+from benchmarks.harness import Benchmark, Column, Option, Row, Run, Table, Text, at_least, middle
 from benchmarks.pictures import gpu_picture
+from benchmarks.timing import COMPILED, FIXED, GROWING, Deadline, compile_config
 from kvpolicy import DecodingEviction
 from kvpolicy.policies import (
     CLAA,
@@ -96,17 +83,9 @@ CHUNKED = ("fastkv_chunks", "snapkv_chunks", "full_chunks")
 # At the end, if time is left.
 LAST = ("streamingllm", "pyramidinfer", "h2o")
 ROWS = 8
-PACKED_RATES = (0.02, 0.1)
 # Starts of a cell, before it is recorded as failed.
 TRIES = 2
-KINDS: dict[str, Callable[..., Any]] = {
-    "cells": Cell,
-    "answers": AnswerCell,
-    "compiled": CompiledCell,
-    "packed": ExtraCell,
-    "tests": ExtraCell,
-}
-PARTS = tuple(KINDS)
+PARTS = ("cells", "answers", "compiled")
 
 
 OPTIONS = (
@@ -121,40 +100,6 @@ OPTIONS = (
     Option("cudnn", False, help="with cuDNN's attention, where torch takes it"),
     Option("again", False, help="measure anew, in place of a result that is there"),
 )
-
-
-@attrs.frozen
-class Job:
-    """A cell that is to be measured.
-
-    Args:
-        part: The part of the record that it belongs to.
-        policy: Name of the policy, or of what is run.
-        context: Tokens of the prompt; 0 without one.
-        buffers: Of an answer.
-        batch: Rows of an answer.
-    """
-
-    part: str
-    policy: str
-    context: int
-    buffers: str = ""
-    batch: int = 1
-
-    def __str__(self) -> str:
-        """Return the job's name in a record."""
-        return "/".join(str(each) for each in attrs.astuple(self) if each not in ("", 0))
-
-    @property
-    def place(self) -> tuple[Any, ...]:
-        """Return what a cell of the job's part begins with."""
-        answer = (self.buffers, self.batch) if self.part == "answers" else ()
-        return self.policy, self.context, *answer
-
-    def is_of(self, row: Row) -> bool:
-        """True if a row of the job's part is the job's result."""
-        keys = ("policy", "context", "buffers", "batch")[: len(self.place)]
-        return tuple(row[key] for key in keys) == self.place
 
 
 def jobs_of(contexts: Sequence[int]) -> list[Job]:
@@ -178,7 +123,7 @@ def jobs_of(contexts: Sequence[int]) -> list[Job]:
         ]
 
     def compiled(names: Sequence[str], *lengths: int) -> list[Job]:
-        return [Job("compiled", name, length) for length in lengths for name in names]
+        return [Job("compiled", name, length, COMPILED) for length in lengths for name in names]
 
     found = [
         *cells(MAIN, *shorter),
@@ -187,8 +132,6 @@ def jobs_of(contexts: Sequence[int]) -> list[Job]:
         *answers((*FEW, "adakv"), middle, batch=ROWS),
         *answers((FULL, *BOUNDED), middle),
         *compiled((FULL, "fastkv", *BOUNDED), middle),
-        *(Job("packed", f"adakv {rate}", middle) for rate in PACKED_RATES),
-        Job("tests", TESTS, 0),
         *cells(CHUNKED, longest),
         *cells(CHUNKED[:1], 4 * longest),
         *answers(FEW, longest),
@@ -247,7 +190,7 @@ def sdpa_backend(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> s
 def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Find the cells that the command line asks for, and check the other options."""
     jobs = jobs_of(options.contexts)
-    known = dict.fromkeys(job.policy for job in jobs if job.part in PARTS[:3])
+    known = dict.fromkeys(job.policy for job in jobs)
     chosen = list(known) if options.policies is None else options.policies.split(",")
     parts = options.parts.split(",")
     for name, given, among in (("policies", chosen, known), ("parts", parts, PARTS)):
@@ -257,93 +200,44 @@ def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error(f"--minutes must be above 0, got {options.minutes}")
     if options.show is None and options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("--device cuda needs a GPU that torch can see; try --quick")
-    options.jobs = [
-        job
-        for job in jobs
-        if job.part in parts and (options.policies is None or job.policy.split()[0] in chosen)
-    ]
+    options.jobs = [job for job in jobs if job.part in parts and job.policy in chosen]
 
 
-class Session:
-    """One start of the benchmark, which goes on where an earlier one ended.
+def perform(run: Run, bench: Bench, jobs: Sequence[Job]) -> None:
+    """Measure all cells that have no final result; write the record before and after each.
 
-    Args:
-        run: Holds the record. Its ``unfinished`` has the number of starts of every cell that was
-            begun, or skipped, and has no final result.
-        bench: Measures.
+    The record's ``unfinished`` has the number of starts of every cell that was begun, and has no
+    final result.
     """
-
-    def __init__(self, run: Run, bench: Bench) -> None:
-        self.run, self.bench, self.answers = run, bench, AnswerBench(bench)
-        self.runners: dict[str, Any] = {
-            "cells": bench,
-            "answers": self.answers,
-            "compiled": CompiledBench(bench),
-        }
-        for part, runner in self.runners.items():
-            for row in run.record[part]:
-                values = [tuple(v) if isinstance(v, list) else v for v in row.values()]
-                runner.cells.append(KINDS[part](*values))
-
-    def perform(self, jobs: Sequence[Job]) -> None:
-        """Measure all cells that have no final result; write the record before and after each."""
-        record = self.run.record
-        unfinished = record["unfinished"]
-        for job in jobs:
-            starts = unfinished.get(str(job), 0)
-            if str(job) not in unfinished and any(map(job.is_of, record[job.part])):
-                continue
-            unfinished[str(job)] = starts + 1
-            self._forget(job)
-            self.run.write()
-            row = attrs.asdict(self._killed(job) if starts >= TRIES else self._measured(job))
-            if row["status"] == SKIPPED:
-                unfinished[str(job)] = starts
-            elif self.bench.deadline.left() > 0 or starts + 1 >= TRIES:
-                del unfinished[str(job)]
-            self.run.add(job.part, row)
-            if job.policy == FULL:  # a policy may have been measured before
-                self._rate()
-        record["complete"] = not unfinished and all(
-            any(map(job.is_of, record[job.part])) for job in jobs
-        )
-        self.run.write()
-
-    def _forget(self, job: Job) -> None:
-        """Remove what an earlier start has of a cell."""
-        record = self.run.record
-        record[job.part] = [row for row in record[job.part] if not job.is_of(row)]
-        if job.part in self.runners:
-            runner = self.runners[job.part]
-            runner.cells = [each for each in runner.cells if not job.is_of(attrs.asdict(each))]
-
-    def _rate(self) -> None:
-        """Compute all ratios to full context again."""
-        for part, runner in self.runners.items():
-            runner.cells = [runner.rated(cell) for cell in runner.cells]
-            self.run.record[part] = [attrs.asdict(cell) for cell in runner.cells]
-
-    def _killed(self, job: Job) -> Any:
-        note = f"the process ended in it {TRIES} times"
-        cell = KINDS[job.part](*job.place, FAILED, note)
-        if job.part in self.runners:
-            self.runners[job.part].cells.append(cell)
-        return cell
-
-    def _measured(self, job: Job) -> Any:
-        if job.part == "tests":
-            return self.answers.tests()
-        if job.part == "packed":
-            return self.answers.packed(float(job.policy.split()[1]), job.context)
-        return self.runners[job.part].run(*job.place)
+    record = run.record
+    unfinished = record["unfinished"]
+    for job in jobs:
+        name, rows = str(job), record[job.part]
+        if name not in unfinished and any(map(job.is_of, rows)):
+            continue
+        if bench.deadline.left() <= 0:
+            break
+        starts = unfinished.get(name, 0)
+        unfinished[name] = starts + 1
+        rows[:] = [row for row in rows if not job.is_of(row)]
+        run.write()
+        killed = Cell(**job.place, status=FAILED, note=f"the process ended in it {TRIES} times")
+        cell = killed if starts >= TRIES else bench.run(job)
+        if bench.deadline.left() > 0 or starts + 1 >= TRIES:
+            del unfinished[name]
+        row = attrs.asdict(cell)
+        run.add(job.part, row | ratios(row, job.part, record))
+        if job.policy == FULL:  # a policy may have been measured before
+            for part in PARTS:
+                record[part] = [each | ratios(each, part, record) for each in record[part]]
+    record["complete"] = not unfinished and all(
+        any(map(job.is_of, record[job.part])) for job in jobs
+    )
+    run.write()
 
 
 def resume(run: Run, path: Path) -> None:
-    """Take over the results of an earlier start with the same settings.
-
-    Raises:
-        ValueError: The file's settings, versions or machine are others.
-    """
+    """Take over the results of an earlier start with the same settings, versions and machine."""
     earlier, now = read_json(path), json.loads(as_json(run.record))
     for part in ("settings", "versions", "machine"):
         # How long a start may take is no difference.
@@ -369,8 +263,8 @@ def measure(run: Run) -> None:
     run.record = {"benchmark": "gpu", "complete": False, "unfinished": {}, **head}
     if (path := run.folder / f"{run.name}.json").exists() and not options.again:
         resume(run, path)
-    Session(run, bench).perform(options.jobs)
-    tables = [each.text(run.record) for each in BENCHMARK.tables if each.live]
+    perform(run, bench, options.jobs)
+    tables = [each.text(run.record) for each in TABLES]
     print("\n" + "\n".join(filter(None, tables)))
 
 
@@ -402,12 +296,91 @@ def settings_of(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     }
 
 
+# Tables.
+
+
+def _unmeasured(row: Row) -> str | None:
+    if row["status"] == MEASURED:
+        return None
+    return f"{row['policy']:<14}{row['context']:>7}  {row['status']}: {row['note']}"[:80]
+
+
+def _token(row: Row) -> float | None:
+    return middle("decode_ms")(row) if row["decode_ms"] else None
+
+
+def _peak(row: Row) -> float | None:
+    peaks = [row["prefill_peak_bytes"], row["decode_peak_bytes"]]
+    return None if None in peaks else max(peaks) / 2**30
+
+
+def _where(row: Row) -> str:
+    return row["buffers"] if row["batch"] == 1 else f"{row['buffers']}, {row['batch']} rows"
+
+
+class CellTable(Table):
+    """A table sorted by context, followed by the notes of measured cells."""
+
+    def __init__(self, part: str, *columns: Column) -> None:
+        first = Column(part, -14, "policy"), Column("tokens", 7, "context")
+        super().__init__(part, *first, *columns, instead=_unmeasured, gap=part != PARTS[0])
+
+    def text(self, record: dict[str, Any]) -> str:
+        rows = sorted(record.get(self.part, []), key=lambda row: int(row["context"]))
+        if self.gap and not rows:
+            return ""
+        notes = [
+            f"{row['policy']}, {row['context']} tokens: {row['note']}"[:80]
+            for row in rows
+            if row["status"] == MEASURED and row["note"]
+        ]
+        return "\n".join([self.header, *map(self.line, rows), *notes])
+
+
+PREFILL = (
+    Column("prefill s", 10, middle("prefill_ms", 1e3), ".3f"),
+    Column("x", 6, "prefill_speedup", ".2f"),
+)
+TOKEN = (
+    Column("decode ms", 10, _token, ".2f"),
+    Column("x", 6, "decode_speedup", ".2f"),
+)
+TABLES = (
+    CellTable(
+        "cells",
+        *PREFILL,
+        Column("allowed", 8, "prefill_allowed", ".2f"),
+        *TOKEN,
+        Column("peak GiB", 9, _peak, ".1f"),
+        Column("scoring", 8, "scoring_share", ".1%"),
+    ),
+    CellTable(
+        "answers",
+        Column("  buffers", -17, lambda row: f"  {_where(row)}"),
+        *PREFILL,
+        *TOKEN,
+        Column("mean x", 7, "mean_speedup", ".2f"),
+    ),
+    CellTable(
+        "compiled",
+        Column("compile s", 10, lambda row: row["compile_ms"] / 1e3, ".1f"),
+        *TOKEN,
+        Column("allowed", 8, "decode_allowed", ".2f"),
+        Column("x loop", 8, "loop_speedup", ".2f"),
+    ),
+)
+
+
+NOTES = """
+x: the time of full context over the policy's, with the same buffers and rows:
+above 1 a policy is faster. allowed: the most that operations, or bytes, allow.
+x loop: full context in the loop, over the policy's."""
 BENCHMARK = Benchmark(
     "gpu",
     __doc__,
     measure,
     OPTIONS,
-    (CELLS, ANSWER_CELLS, COMPILED_CELLS, PACKED_CELLS, TEST_CELLS, Text(lambda record: NOTES)),
+    (*TABLES, Text(lambda record: NOTES)),
     picture=gpu_picture,
     settle=choose,
 )

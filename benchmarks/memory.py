@@ -4,7 +4,7 @@ On Linux the peak is the kernel's own high-water mark of the resident set (VmHWM
 nothing, which sampling would; and it does not start at the parent's peak, as a child's ru_maxrss
 does. It is reset before the prompt if the kernel allows it. On other systems the peak is ru_maxrss.
 
-    python benchmarks/memory.py SPECIFICATION   # in JSON, see `measure_peak`; prints JSON
+    python benchmarks/memory.py SPECIFICATION   # in JSON, see `try_peak`; prints JSON
 """
 
 from __future__ import annotations
@@ -21,79 +21,36 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import ModelSpec, policy_of, random_prompt
-from benchmarks.turns import take_turn
+from benchmarks.timing import take_turn
 
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 
 
-def measure_peak(
-    spec: ModelSpec,
-    policy: str,
-    context: int,
-    *,
-    batch: int = 1,
-    threads: int = 1,
-    chunk: int | None = None,
-) -> dict[str, Any]:
-    """Read one prompt in a fresh process and return its peak memory.
-
-    Args:
-        spec: The model.
-        policy: A registered policy's name, or ``dynamic_cache``.
-        context: Tokens of a row.
-        batch: Rows.
-        threads: Torch's threads.
-        chunk: Tokens of a forward that reads a part of the prompt; None to read it in one.
+def try_peak(
+    spec: ModelSpec, policy: str, context: int, *, threads: int = 1, chunk: int | None = None
+) -> dict[str, Any] | None:
+    """Read one prompt in a fresh process and return its peak memory; None if the process failed.
 
     Returns:
         ``before_bytes`` (resident before the prompt), ``peak_bytes``, ``growth_bytes`` (their
-        difference), ``measured_by``, and ``exact``: False if memory was as high before the
-        prompt, so that the growth is only an upper bound. ``cpu_ms``, the
-        processor's time of the prompt.
-
-    Raises:
-        RuntimeError: The process failed; its last words are in the message.
+        difference), ``measured_by``, and ``exact``: False if memory was as high before the prompt,
+        so that the growth is only an upper bound. ``cpu_ms``, the processor's time of the prompt.
     """
-    wanted = {
-        "model": attrs.asdict(spec),
-        "policy": policy,
-        "context": context,
-        "batch": batch,
-        "threads": threads,
-        "chunk": chunk,
-    }
-    done = subprocess.run(
-        [sys.executable, __file__, json.dumps(wanted)], capture_output=True, text=True, check=False
-    )
+    wanted = {"model": attrs.asdict(spec), "policy": policy, "context": context}
+    wanted |= {"threads": threads, "chunk": chunk}
+    command = [sys.executable, __file__, json.dumps(wanted)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(
-            f"measuring {policy} at {context} tokens failed with code {done.returncode}: "
-            f"{done.stderr.strip()[-500:]}"
-        )
+        said = f"failed with code {done.returncode}: {done.stderr.strip()[-500:]}"
+        print(f"measuring {policy} at {context} tokens {said}", file=sys.stderr, flush=True)
+        return None
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def try_peak(
-    spec: ModelSpec,
-    policy: str,
-    context: int,
-    *,
-    batch: int = 1,
-    threads: int = 1,
-    chunk: int | None = None,
-) -> dict[str, Any] | None:
-    """Return the result of `measure_peak`; None if the process failed."""
-    try:
-        return measure_peak(spec, policy, context, batch=batch, threads=threads, chunk=chunk)
-    except RuntimeError as error:
-        print(error, file=sys.stderr, flush=True)
-        return None
-
-
 def measure(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Measure one prompt inside the new process; see `measure_peak`."""
+    """Measure one prompt inside the new process; see `try_peak`."""
     torch.set_num_threads(wanted["threads"])
     spec = ModelSpec(**wanted["model"])
     model = spec.build()
@@ -102,7 +59,7 @@ def measure(wanted: dict[str, Any]) -> dict[str, Any]:
     chunk = wanted["chunk"]
     first = None if chunk is None else 32
     take_turn(model, random_prompt(spec.vocab_size, 64), policy, 1, chunk=first)
-    prompt = random_prompt(spec.vocab_size, wanted["context"], wanted["batch"])
+    prompt = random_prompt(spec.vocab_size, wanted["context"])
     reset = reset_peak()
     before, peak_before = resident_bytes(), peak_bytes()
     turn = take_turn(model, prompt, policy, 1, chunk=chunk)
@@ -133,7 +90,6 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """Return the largest number of bytes that was resident."""
     if STATUS.exists():
         return _status("VmHWM")
     import resource  # not on Windows

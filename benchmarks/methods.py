@@ -2,8 +2,7 @@
 
 A small Llama of random weights reads prompts of 2,048, 8,192 and 32,768 tokens. In every round each
 method has one turn, and so does the model without kvpolicy, so that a machine that becomes slower
-affects all of them. Then each method's own work is timed, as a share of its prefill. Writes
-``methods.json`` after every length, and a picture.
+affects all of them. Writes ``methods.json`` after every length, and a picture.
 
     python benchmarks/methods.py [--contexts 2048,8192,32768] [--rounds N] [--threads 2] [--out DIR]
     python benchmarks/methods.py --quick
@@ -38,13 +37,11 @@ from benchmarks.harness import (
     Row,
     Run,
     Table,
-    Text,
     at_least,
     middle,
 )
 from benchmarks.memory import try_peak
 from benchmarks.pictures import methods_picture
-from benchmarks.scoring_time import overhead_of, overhead_table
 from kvpolicy import CachePolicy, build, registered
 from kvpolicy.evaluation import Latencies, Timing, measure_latency
 
@@ -89,7 +86,6 @@ MEMORY = Table(
     instead=_failed,
     gap=True,
 )
-TABLES = (TIMES, Text(lambda record: f"\n{overhead_table(record['overhead'])}"), MEMORY)
 
 
 def rounds_for(context: int) -> int:
@@ -98,7 +94,6 @@ def rounds_for(context: int) -> int:
 
 
 def all_policies() -> dict[str, CachePolicy]:
-    """Return every registered policy with its default arguments."""
     found = {name: build(name) for name in registered("policy")}
     return {name: each for name, each in found.items() if isinstance(each, CachePolicy)}
 
@@ -150,7 +145,6 @@ def measure_memory(run: Run, spec: ModelSpec) -> None:
 
 
 def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Find methods by name, and refuse unknown names."""
     known = all_policies()
     chosen = list(known) if options.methods is None else options.methods.split(",")
     if unknown := sorted(set(chosen) - set(known)):
@@ -159,7 +153,7 @@ def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
 
 
 def measure(run: Run) -> None:
-    """Measure times and policies' own work at every length, then memory."""
+    """Measure times at every length, then memory."""
     options, spec = run.options, TINY if run.options.quick else SMALL
     model = spec.build()
     rounds = {each: options.rounds or rounds_for(each) for each in options.contexts}
@@ -171,28 +165,23 @@ def measure(run: Run) -> None:
         "new_tokens": options.new_tokens,
         "policies": {name: repr(policy) for name, policy in options.policies.items()},
     }
-    run.begin(settings, "rows", "overhead", "memory")
+    run.begin(settings, "rows", "memory")
     for context, count in rounds.items():
-        prompt = random_prompt(spec.vocab_size, context)
         measured = measure_latency(
             model,
-            prompt[0].tolist(),
+            random_prompt(spec.vocab_size, context)[0].tolist(),
             options.policies,
             rounds=count,
             new_tokens=options.new_tokens,
         )
         run.add("rows", *rows_of(measured, options.policies, model, context))
-        for name, policy in options.policies.items():
-            own = overhead_of(model, prompt, policy, 3 if context < 16384 else 1)
-            run.add("overhead", {"policy": name, "context": context, **own})
     if options.memory_context:
         measure_memory(run, spec)
 
 
-BENCHMARK = Benchmark(
-    "methods", __doc__, measure, OPTIONS, TABLES, picture=methods_picture, settle=choose
-)
-main = BENCHMARK.main
+main = Benchmark(
+    "methods", __doc__, measure, OPTIONS, (TIMES, MEMORY), picture=methods_picture, settle=choose
+).main
 
 if __name__ == "__main__":
     main()

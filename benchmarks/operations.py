@@ -46,12 +46,10 @@ class Operations:
 
     @property
     def layers(self) -> float:
-        """Those of all layers, without the output head."""
         return self.linear + self.attention + self.states
 
     @property
     def total(self) -> float:
-        """Those of the layers and the output head."""
         return self.layers + self.head
 
 
@@ -59,11 +57,8 @@ class Operations:
 class LayerWork:
     """What one layer multiplies a token with.
 
-    Args:
-        weights: Those of its matrices.
-        projection_weights: Of them, those that make queries, keys and values.
-        pair_width: Multiplications of a pair of query and key, over all heads.
-        state_elements: Numbers of its recurrent state.
+    ``projection_weights`` are those that make queries, keys and values; ``pair_width`` counts the
+    multiplications of a pair of query and key, over all heads.
     """
 
     weights: float
@@ -73,12 +68,9 @@ class LayerWork:
 
 
 def operations(policy: CachePolicy | None, model: PreTrainedModel, context: int) -> Operations:
-    """Count the operations of one prompt's prefill.
+    """Count the operations of a prefill; the policy is None for full context.
 
-    Args:
-        policy: The policy; None for full context.
-        model: A model whose layers see the whole prompt; its weights may be on `meta`.
-        context: Tokens of the prompt.
+    The model's layers must see the whole prompt; its weights may be on `meta`.
     """
     shape, config = shape_of(model.config), model.config
     work = layers_of(model, shape)
@@ -113,7 +105,6 @@ def allowed_prefill(policy: CachePolicy | None, model: PreTrainedModel, context:
 
 
 def layers_of(model: PreTrainedModel, shape: ModelShape) -> list[LayerWork]:
-    """Return what each layer of a model multiplies a token with."""
     parts, config, found = ModelParts(model), model.config, []
     for layer, attention, held in zip(parts.layers, parts.attentions, shape.layers, strict=True):
         if held.window is not None:
@@ -154,7 +145,6 @@ def _head_dims(config: Any) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print what FastKV is allowed on a model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--config", default="llama-3.1-8b")
     parser.add_argument("--context", type=int, action="append", required=True)

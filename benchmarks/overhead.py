@@ -15,7 +15,6 @@ One model is bound by Python (32 layers, hidden size 64, 4 query and 2 KV heads)
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +33,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.clocks import TokenTimes
 from benchmarks.common import BASELINE, TINY, ModelSpec, random_prompt, spread
 from benchmarks.harness import (
     Benchmark,
@@ -50,6 +48,7 @@ from benchmarks.harness import (
     middle,
     ratios,
 )
+from benchmarks.timing import TokenTimes
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import AdaKV, FastKV, FullContext, KeyDiff, SnapKV, StreamingLLM
@@ -91,14 +90,11 @@ MakeCache = Callable[[PreTrainedModel], Cache]
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A counter of torch's operators, after composite ones were taken apart."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Count one operator, and run it."""
         self.count += 1
         return function(*args, **(kwargs or {}))
 
@@ -106,8 +102,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Calls:
     """A counter of the calls of Python functions in this thread, of whichever library."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
     def __enter__(self) -> Calls:
         sys.setprofile(self._note)
@@ -133,12 +128,10 @@ def contenders(names: Sequence[str], layers: int, tokens: int) -> dict[str, Make
 
 
 def forward(model: PreTrainedModel, ids: Tensor, cache: Cache) -> None:
-    """Run the model on tokens, for the last one's logits."""
     model(ids, cache=cache, use_cache=True, logits_to_keep=1)
 
 
 def attached(cache: Cache, model: PreTrainedModel) -> Any:
-    """Return the context in which a model may be called with a cache."""
     return cache.attached(model) if isinstance(cache, PolicyCache) else nullcontext(cache)
 
 
@@ -159,22 +152,14 @@ def generate(
         streamer=readings,
         disable_compile=True,
     )
-    return [after - before for before, after in itertools.pairwise(readings.seconds[2:])]
+    return readings.steps(2)
 
 
 @torch.no_grad()
 def counts(
     model: PreTrainedModel, make: MakeCache, prompt: Tensor, tokens: int, kind: str
 ) -> dict[str, list[float]]:
-    """Count a prompt, a token in a loop, and every token in `generate`.
-
-    Args:
-        model: The model.
-        make: Makes the cache.
-        prompt: Token ids ``[1, context]``.
-        tokens: Decoded tokens.
-        kind: A name of `COUNTERS`.
-    """
+    """Count a prompt, a token in a loop, and every token in `generate`."""
     new = COUNTERS[kind]
     for _ in range(2):  # what is found once for a model is not counted
         cache, of_prompt, of_token = make(model), new(), new()
@@ -195,12 +180,6 @@ def layer_counts(
     """Return what one layer counts in a prompt, a token in a loop, and a token in `generate`.
 
     ``token`` is the median token's; ``mean`` is the mean, which includes the growth of buffers.
-
-    Args:
-        made: Makes the cache, for each number of layers in `SIZES`.
-        context: Tokens of the prompt.
-        tokens: Decoded tokens.
-        kind: A name of `COUNTERS`.
     """
     few, many = (
         counts(_tiny(size), made[size], random_prompt(64, context), tokens, kind) for size in SIZES
@@ -247,7 +226,6 @@ def prompt_ms(model: PreTrainedModel, make: MakeCache, prompt: Tensor) -> dict[s
 def token_ms(
     model: PreTrainedModel, make: MakeCache, prompt: Tensor, tokens: int
 ) -> dict[str, float]:
-    """Return the mean CPU milliseconds of a decoded token in `generate`."""
     return {"ms": 1e3 * fmean(generate(model, prompt, make(model), tokens, time.thread_time))}
 
 
@@ -256,11 +234,7 @@ def time_rows(
 ) -> list[Row]:
     """Time the contenders in turns; return a row for each, with its ratio to the first.
 
-    Args:
-        head: The first entries of every row.
-        turns: By name, the function that measures once; the ratio is of its ``ms``.
-        repeats: Rounds that count.
-        speed: Whether the ratio is the first's time over the contender's, so that more is faster.
+    For a speed, this is the first's time over the contender's, so that more is faster.
     """
     rows: list[Row] = []
     for name, taken in in_turns(turns, repeats).items():
@@ -309,7 +283,6 @@ def measure(run: Run) -> None:
 
 
 def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Check the policies named on the command line."""
     options.policies = options.policies.split(",")
     if unknown := sorted(set(options.policies) - set(POLICIES)):
         parser.error(f"--policies must be among {','.join(POLICIES)}, got {','.join(unknown)}")

@@ -20,7 +20,6 @@ from kvpolicy.evaluation.results import write_all
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _MARKERS = "osD^vP*X"
 _PHASES = {"prefill": "prefill", "decode": "decoding"}
@@ -93,31 +92,27 @@ def chunks_picture(record: dict[str, Any]) -> bytes:
         if row["grows"]
     ]
     chunk = max((row["chunk"] or 0 for row in record["prompts"]), default=0)
-    figure = _figure((6.5, 4.5), f"tiny random Llama: prompts in chunks of {chunk:,} tokens")
+    require("matplotlib", extra="plot")
+    from matplotlib.figure import Figure  # without pyplot: no window, no global state
+
+    figure = Figure(figsize=(6.5, 4.5), layout="constrained")
+    figure.suptitle(f"tiny random Llama: prompts in chunks of {chunk:,} tokens")
     axes = figure.subplots()
     axes.set_xlabel("tokens of the prompt")
     axes.set_ylabel("peak memory of prefill (MiB)")
-    _growth(axes, points, _peak_mib)
-    return _finish(figure, axes, columns=3)
+    _growth(axes, points)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return png(figure)
 
 
-def _peak_mib(point: dict[str, Any]) -> float | None:
-    """Return a point's peak memory in MiB; None if it was not measured."""
-    peak = point["peak"]
-    return None if peak is None else peak["growth_bytes"] / 2**20
-
-
-def _growth(
-    axes: Axes,
-    points: list[dict[str, Any]],
-    value: Callable[[dict[str, Any]], float | None],
-) -> None:
+def _growth(axes: Axes, points: list[dict[str, Any]]) -> None:
     from matplotlib.ticker import LogFormatter
 
     for index, name in enumerate(dict.fromkeys(point["policy"] for point in points)):
-        of_policy = [(each["at"], value(each)) for each in points if each["policy"] == name]
-        known = [(at, found) for at, found in of_policy if found]
-        if known:
+        peaks = {each["at"]: each["peak"] for each in points if each["policy"] == name}
+        known = [(at, peak["growth_bytes"] / 2**20) for at, peak in peaks.items() if peak]
+        if any(found for _, found in known):
             marker = _MARKERS[index % len(_MARKERS)]
             axes.plot(*zip(*known, strict=True), marker=marker, markersize=5, label=name)
     axes.set_xscale("log", base=2)
@@ -130,7 +125,6 @@ def _growth(
 
 
 def _speedups(rows: list[dict[str, Any]], title: str, legend: str) -> bytes:
-    """Draw a grid of speed-ups per phase: a row per policy, a column per length."""
     contexts = sorted({row["context"] for row in rows})
 
     def rank(name: str) -> float:
@@ -160,18 +154,3 @@ def _speedups(rows: list[dict[str, Any]], title: str, legend: str) -> bytes:
 def _speed_text(row: dict[str, Any], phase: str) -> str:
     mark = "" if row.get(f"{phase}_steady", True) else "?"
     return f"{row[phase]:.2f}{mark} ({row[f'{phase}_allowed']:.2f})"
-
-
-def _figure(size: tuple[float, float], title: str) -> Figure:
-    require("matplotlib", extra="plot")
-    from matplotlib.figure import Figure  # without pyplot: no window, no global state
-
-    figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(title)
-    return figure
-
-
-def _finish(figure: Figure, labelled: Axes, columns: int = 6) -> bytes:
-    handles, labels = labelled.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-    return png(figure)

@@ -16,9 +16,18 @@ if TYPE_CHECKING:
         window_attention,
     )
     from kvpolicy.evaluation.analysis.distances import OutputDistances, output_distances
+    from kvpolicy.evaluation.asking import Asked, Asker
     from kvpolicy.evaluation.calibration.choice import measure_tsp_distances, select_tsp_layer
     from kvpolicy.evaluation.calibration.distances import Calibration, LayerDistance, TSPDistances
+    from kvpolicy.evaluation.cells import Cell, Compared, cells_of, compared
     from kvpolicy.evaluation.comparison.study import Comparison, Row, compare
+    from kvpolicy.evaluation.estimate.cost import Estimate, estimate_cost
+    from kvpolicy.evaluation.estimate.model_shape import LayerShape, ModelShape
+    from kvpolicy.evaluation.estimate.shapes import load_shape, shape_of
+    from kvpolicy.evaluation.models import Loaded, load
+    from kvpolicy.evaluation.scoring import Outcome, outcomes
+    from kvpolicy.evaluation.tasks.naming import task_named
+    from kvpolicy.evaluation.tasks.question import Question
     from kvpolicy.evaluation.variant import Variant, variants
     from kvpolicy.registry import build_policy
 else:
@@ -39,42 +48,53 @@ else:
                 "LayerDistance",
                 "TSPDistances",
             ),
+            "kvpolicy.evaluation.asking": ("Asked", "Asker"),
+            "kvpolicy.evaluation.cells": ("Cell", "Compared", "cells_of", "compared"),
             "kvpolicy.evaluation.comparison.study": ("Comparison", "Row", "compare"),
-            "kvpolicy.evaluation.variant": ("Variant", "variants"),
             "kvpolicy.evaluation.estimate.cost": ("Estimate", "estimate_cost"),
             "kvpolicy.evaluation.estimate.model_shape": ("LayerShape", "ModelShape"),
             "kvpolicy.evaluation.estimate.shapes": ("load_shape", "shape_of"),
             "kvpolicy.evaluation.models": ("Loaded", "load"),
-            "kvpolicy.evaluation.tasks.prompts": ("Prompt", "needle_prompts", "read_prompts"),
+            "kvpolicy.evaluation.scoring": ("Outcome", "outcomes"),
+            "kvpolicy.evaluation.tasks.naming": ("task_named",),
+            "kvpolicy.evaluation.tasks.question": ("Question",),
+            "kvpolicy.evaluation.variant": ("Variant", "variants"),
         },
     )
 
 __all__ = [
+    "Asked",
+    "Asker",
     "Calibration",
+    "Cell",
+    "Compared",
     "Comparison",
     "Estimate",
     "LayerDistance",
     "LayerShape",
     "Loaded",
     "ModelShape",
+    "Outcome",
     "OutputDistances",
     "Overlap",
-    "Prompt",
+    "Question",
     "Row",
     "TSPDistances",
     "Variant",
     "attention_recall",
     "build_policy",
+    "cells_of",
     "compare",
+    "compared",
     "estimate_cost",
     "load",
     "load_shape",
     "measure_tsp_distances",
-    "needle_prompts",
+    "outcomes",
     "output_distances",
-    "read_prompts",
     "select_tsp_layer",
     "shape_of",
+    "task_named",
     "topk_overlap",
     "variants",
     "window_attention",

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from kvpolicy.evaluation.asking import Asked, check_fits
 from kvpolicy.evaluation.progress import Progress, silent
-from kvpolicy.evaluation.refusals import naming
-from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers import PolicyCache, read_together
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FullContext
 from kvpolicy.policy import CachePolicy
@@ -61,43 +60,6 @@ class Outcome:
     full_bytes: int
 
 
-@attrs.frozen(eq=False)
-class Read:
-    """A prompt, or its document, that was read under a policy.
-
-    Args:
-        name: The policy's name.
-        cache: What was kept.
-        logits: ``[vocabulary]`` of the token that follows.
-    """
-
-    name: str
-    cache: PolicyCache
-    logits: Tensor
-
-
-def caches_of(
-    model: PreTrainedModel,
-    ids: Sequence[int],
-    policies: Mapping[str, CachePolicy],
-) -> Iterator[Read]:
-    """Read one text under each policy, and yield a cache for each.
-
-    Args:
-        model: A decoder-only model of Transformers, in evaluation mode.
-        ids: Token ids of the text.
-        policies: By name.
-
-    Raises:
-        ValueError: A policy cannot be applied to the model; the message begins with its name.
-    """
-    for name, policy in policies.items():
-        cache = PolicyCache(policy)
-        with naming(name):
-            logits = append(model, cache, ids, last=True)[-1]
-        yield Read(name, cache, logits)
-
-
 @torch.no_grad()
 def outcomes(
     model: PreTrainedModel,
@@ -109,6 +71,8 @@ def outcomes(
     progress: Progress = silent,
 ) -> Iterator[Outcome]:
     """Yield what each policy does with each question; full context is the first of each.
+
+    A prompt is read once for all policies, as far as they read the same.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -129,21 +93,28 @@ def outcomes(
         name: policy for name, policy in policies.items() if policy is not None
     }
     done, total = 0, len(asked) * len(ordered)
+    progress("questions", done, total)
     for each in asked:
         ids = each.document_ids + (() if later else each.question_ids)
         reference: Tensor | None = None
-        for read in caches_of(model, ids, ordered):
-            progress("questions", done, total)
-            report = read.cache.report().total  # before anything is appended
-            logits = read.logits
+        caches = read_together(model, torch.tensor([ids], device=model.device), ordered)
+        for name in ordered:
+            cache, logits = caches.pop(name), caches.logits[name][0].float()
+            report = cache.report().total  # before anything is appended
             if later and each.question_ids:
-                logits = append(model, read.cache, each.question_ids, last=True)[-1]
-            rows = _rows(model, copy.copy(read.cache), logits, each.answer_ids)
+                logits = append(model, cache, each.question_ids, last=True)[-1]
+            question, right = each.question, torch.tensor(each.answer_ids, device=logits.device)
+            answered = copy.copy(cache)
+            rows = _rows(model, answered, logits, each.answer_ids)
             reference = rows if reference is None else reference
-            text = _answer(model, tokenizer, read.cache, logits, each)
-            question, right = each.question, torch.tensor(each.answer_ids, device=rows.device)
+            agreed = int((rows.argmax(1) == right).cumprod(0).sum())
+            if cache.policy.decoding is None and all(it.is_croppable for it in cache.layers):
+                answered.crop(min(agreed + 1, len(right)) - len(right))
+                text = _answer(model, tokenizer, answered, rows[: agreed + 1], each)
+            else:
+                text = _answer(model, tokenizer, cache, rows[:1], each)
             yield Outcome(
-                policy=read.name,
+                policy=name,
                 kind=question.kind,
                 text=text,
                 score=question.score(text, question.answers) if question.new_tokens else None,
@@ -156,7 +127,7 @@ def outcomes(
                 full_bytes=report.full_bytes,
             )
             done += 1
-    progress("questions", done, total)
+            progress("questions", done, total)
 
 
 def divergence(reference: Tensor, rows: Tensor) -> float:
@@ -229,20 +200,28 @@ def _rows(
 
 
 def _answer(
-    model: PreTrainedModel, tokenizer: Any, cache: PolicyCache, logits: Tensor, asked: Asked
+    model: PreTrainedModel, tokenizer: Any, cache: PolicyCache, rows: Tensor, asked: Asked
 ) -> str:
-    """Return the greedy answer, up to an end token, a line's end, or the most tokens allowed."""
+    """Return the greedy answer, up to an end token, a line's end, or the most tokens allowed.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        cache: What comes before the answer, and all tokens that are known but the last.
+        rows: ``[known, vocabulary]`` for the answer's first tokens, at least one.
+        asked: The question.
+    """
     ends, ids, text = _ends(model, tokenizer), list[int](), ""
-    for _ in range(asked.question.new_tokens):
-        token = int(logits.argmax())
-        if token in ends:
+    known = rows.argmax(1).tolist()
+    for index in range(asked.question.new_tokens):
+        if index == len(known):
+            known.append(int(append(model, cache, [ids[-1]])[-1].argmax()))
+        if known[index] in ends:
             break
-        ids.append(token)
+        ids.append(known[index])
         text = tokenizer.decode(ids, skip_special_tokens=True)
         if asked.question.one_line and "\n" in text.lstrip():
             break
-        if len(ids) < asked.question.new_tokens:
-            logits = append(model, cache, [token])[-1]
     return text
 
 

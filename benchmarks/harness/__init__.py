@@ -23,7 +23,7 @@ A script makes one `Benchmark` of its options, its tables and a function that me
 
 from .options import QUICK_RESULTS, RESULTS, Option, at_least, out_folder, parser_of, whole_numbers
 from .runs import Benchmark, Run, in_turns, ratios
-from .tables import Column, Row, Table, Text, extent, middle, pivot
+from .tables import Column, Row, Table, Text, extent, middle
 
 __all__ = [
     "QUICK_RESULTS",
@@ -41,7 +41,6 @@ __all__ = [
     "middle",
     "out_folder",
     "parser_of",
-    "pivot",
     "ratios",
     "whole_numbers",
 ]

@@ -18,11 +18,7 @@ QUICK_RESULTS = Path("results") / "benchmarks"
 
 
 def whole_numbers(text: str) -> list[int]:
-    """Parse comma-separated numbers of at least 1; return them sorted, without repeats.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is not such numbers.
-    """
+    """Parse comma-separated numbers of at least 1; return them sorted, without repeats."""
     try:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -55,8 +51,7 @@ class Option:
     Args:
         name: Name without the dashes, words separated by ``-``.
         default: Default of a real run; False makes the option a flag.
-        kind: Reads the text. If None, the default's type decides: a whole number of at least 1,
-            comma-separated numbers of at least 1, or text.
+        kind: Reads the text; if None, as the default's type says.
         quick: Default of a quick run, if it differs.
         help: Help text; the default is added.
         how: Other arguments for `argparse`, such as ``choices``.
@@ -70,7 +65,6 @@ class Option:
     how: dict[str, Any] = attrs.field(factory=dict)
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Add the option to a parser, which sets it to None if it is not given."""
         if self.default is False:
             parser.add_argument(f"--{self.name}", action="store_true", help=self.help)
             return
@@ -85,7 +79,6 @@ class Option:
         parser.add_argument(f"--{self.name}", type=kind, help=said, **self.how)
 
     def settle(self, options: argparse.Namespace) -> None:
-        """Set the option to its default if it was not given."""
         name = self.name.replace("-", "_")
         if getattr(options, name) is None:
             quick = options.quick and self.quick is not None
@@ -93,12 +86,7 @@ class Option:
 
 
 def parser_of(description: str, threads: int = 2) -> argparse.ArgumentParser:
-    """Return an argparse parser with the options of all benchmarks.
-
-    Args:
-        description: A script's docstring, of which the first line is shown.
-        threads: Torch's threads if the command line does not set them.
-    """
+    """Return an argparse parser with the options of all benchmarks."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tiny run, to see that it works")
     said = f"of torch; default {threads}"
@@ -111,11 +99,7 @@ def parser_of(description: str, threads: int = 2) -> argparse.ArgumentParser:
 
 
 def out_folder(options: argparse.Namespace) -> Path:
-    """Return the folder for the results, after checking that it is writable.
-
-    Raises:
-        ValueError: The folder cannot be written to.
-    """
+    """Return the folder for the results, after checking that it is writable."""
     if options.out is None and options.show is not None:
         folder = options.show.parent
     else:

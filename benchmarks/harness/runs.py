@@ -20,13 +20,9 @@ T = TypeVar("T")
 
 
 class Run:
-    """One run of a benchmark: its options, and the record that it fills.
+    """One run of a benchmark: its options, and the record that it fills and writes to its folder.
 
-    Args:
-        options: The parsed command line.
-        folder: Folder of the file.
-        name: Name of the benchmark, and of its file without the ending.
-        tables: Tables whose rows are printed as they are added.
+    Rows of the tables are printed as they are added.
     """
 
     def __init__(
@@ -42,13 +38,7 @@ class Run:
         self._headed: set[str] = set()
 
     def begin(self, settings: dict[str, Any], *parts: str, device: Any = "cpu") -> dict[str, Any]:
-        """Start the record with the benchmark's name, settings, versions and machine.
-
-        Args:
-            settings: The settings that the result records.
-            parts: Names of lists of rows.
-            device: Device of the model.
-        """
+        """Start the record with name, settings, versions, machine and empty lists of rows."""
         self.record = {"benchmark": self.name, "settings": settings, **facts(torch.device(device))}
         self.record |= {part: [] for part in parts}
         return self.record
@@ -62,13 +52,11 @@ class Run:
         self.write()
 
     def head(self, part: str) -> None:
-        """Print the header of a part's table once."""
         if part in self._tables and part not in self._headed:
             print(self._tables[part].header, flush=True)
             self._headed.add(part)
 
     def write(self) -> None:
-        """Write the record to its file; an older file is replaced atomically."""
         write_json(self.folder, f"{self.name}.json", self.record)
 
 
@@ -97,7 +85,6 @@ class Benchmark:
     threads: int = 2
 
     def options_of(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse the command line."""
         parser = parser_of(self.doc, self.threads)
         for option in self.options:
             option.add_to(parser)
@@ -109,7 +96,6 @@ class Benchmark:
         return options
 
     def text(self, record: dict[str, Any]) -> str:
-        """Return all tables of a record as text."""
         return "\n".join(filter(None, (table.text(record) for table in self.tables)))
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
@@ -138,7 +124,6 @@ def in_turns(
     *,
     warm_up: bool = True,
     rotate: bool = True,
-    done: Callable[[int], None] = lambda turn: None,
 ) -> dict[str, list[T]]:
     """Run contenders in turns, for several rounds.
 
@@ -147,7 +132,6 @@ def in_turns(
         rounds: Number of rounds that count.
         warm_up: Whether one round is run first and left out.
         rotate: Whether each round starts with the next contender.
-        done: Called after every round with its number, 0 for the one that is left out.
 
     Returns:
         By name, the results of the rounds that count, in their order.
@@ -164,10 +148,8 @@ def in_turns(
             found = contenders[name]()
             if turn:
                 taken[name].append(found)
-        done(turn)
     return taken
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Return the ratio of two values for each round."""
     return [one / other for one, other in zip(above, below, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -13,13 +13,9 @@ Row = dict[str, Any]
 
 @attrs.frozen
 class Column:
-    """One column of a table.
+    """One column of a table: a key of the row or a function of it; None is shown as a dash.
 
-    Args:
-        title: Text of the column's head.
-        width: Width in characters; a negative width aligns the cells to the left.
-        value: A key of the row, or a function of the row; None is shown as a dash.
-        form: How a value is formatted, such as ``.2f``.
+    A negative width aligns the cells to the left.
     """
 
     title: str
@@ -28,11 +24,9 @@ class Column:
     form: str = ""
 
     def head(self) -> str:
-        """Return the title, padded to the column's width."""
         return self._placed(self.title)
 
     def cell(self, row: Row) -> str:
-        """Return a row's value in this column, padded to the column's width."""
         found = row.get(self.value) if isinstance(self.value, str) else self.value(row)
         return self._placed("-" if found is None else format(found, self.form))
 
@@ -65,27 +59,20 @@ class Table:
 
     @property
     def header(self) -> str:
-        """Return the header line."""
         return "\n" * self.gap + "".join(each.head() for each in self.columns).rstrip()
 
     def line(self, row: Row) -> str:
-        """Return a row as a line."""
         found = self.instead(row)
         if found is not None:
             return found
         return "".join(each.cell(row) for each in self.columns).rstrip()
 
     def text(self, record: dict[str, Any]) -> str:
-        """Return the table of a record: header and all rows."""
         return "\n".join([self.header, *map(self.line, record[self.part])])
 
 
 class Text:
-    """A text printed after a record's tables.
-
-    Args:
-        text: Makes the text from a record.
-    """
+    """A text, made from a record, that is printed after its tables."""
 
     live = False
 
@@ -113,35 +100,3 @@ def extent(key: str, digits: int = 2) -> Callable[[Row], str]:
         return f"{middle} ({lowest}-{highest})"
 
     return said
-
-
-def pivot(
-    rows: Sequence[Row],
-    heads: Mapping[str, tuple[str, int]],
-    across: str,
-    value: Callable[[Row], float],
-    width: int,
-    form: str,
-) -> str:
-    """Return a table of one value, with a line per method and a column per place.
-
-    Args:
-        rows: One row for each known thing and place; the others are shown as a dash.
-        heads: The keys that name a thing, with title and width of their column.
-        across: The key of the place.
-        value: Returns the figure of a row.
-        width: Width of a place's column.
-        form: How the figure is formatted.
-    """
-    known = {(*(row[key] for key in heads), row[across]): value(row) for row in rows}
-    places = list(dict.fromkeys(row[across] for row in rows))
-    columns = [
-        *(Column(title, -size, key) for key, (title, size) in heads.items()),
-        *(Column(str(place), width, str(place), form) for place in places),
-    ]
-    lines = ["".join(column.head() for column in columns)]
-    for thing in dict.fromkeys(tuple(row[key] for key in heads) for row in rows):
-        line: Row = dict(zip(heads, thing, strict=True))
-        line |= {str(place): known.get((*thing, place)) for place in places}
-        lines.append("".join(column.cell(line) for column in columns))
-    return "\n".join(lines)

@@ -118,6 +118,8 @@ def compare(
     used = default_threads() if threads is None else check_threads(threads)
     torch.set_num_threads(used)
     loaded = load_shown(model, dtype=dtype, device=device)
+    for variant in chosen:
+        variant.check_model(loaded.model.config.num_hidden_layers)
     questions = [
         each
         for name in tasks

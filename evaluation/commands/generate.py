@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from kvpolicy.integrations.transformers import PolicyCache
     from kvpolicy.policy import CachePolicy
 
-DEFAULT = "fastkv"
-DEFAULT_OF_DOCUMENTS = "replaykv"  # chooses before the questions are known
+DEFAULT = "replaykv"  # the one that keeps long answers, whether it knows the question or not
 
 
 @with_policies
@@ -52,13 +51,7 @@ def generate(
     beyond_positions: BeyondPositions = False,
     answer_tokens: Annotated[
         int,
-        Option(
-            "--answer-tokens",
-            "--max-new-tokens",
-            min=1,
-            metavar="N",
-            help="Largest number of tokens to generate.",
-        ),
+        Option(min=1, metavar="N", help="Largest number of tokens to generate."),
     ] = 128,
     sample: Annotated[bool, Option("--sample", help="Sample the answer; default: greedy.")] = False,
     temperature: Annotated[
@@ -70,8 +63,8 @@ def generate(
 ) -> None:
     """Stream a completion to stdout, then print to stderr what the cache held.
 
-    Without --policy, FastKV is used, with its own retention rate. With --ask, the answers are
-    on stdout, in the order of the questions, and the cache is the document's.
+    Without --policy, ReplayKV is used, which keeps 20%. With --ask, the answers are on stdout, in
+    the order of the questions, and the cache is the document's.
     """
     questions = tuple(ask or ())
     if (prompt_file is None) == (prompt is None):
@@ -93,7 +86,7 @@ def generate(
     from kvpolicy.evaluation.readable import check_known, check_positions, positions_notes
     from kvpolicy.evaluation.text_files import read_prompt
 
-    variant = chosen_variant(policies, DEFAULT_OF_DOCUMENTS if questions else DEFAULT)
+    variant = chosen_variant(policies, DEFAULT)
     chosen = variant.policy
     text = prompt if prompt_file is None else read_prompt(prompt_file)
     assert text is not None  # exactly one of the two is given

@@ -20,9 +20,8 @@ def check_task(name: str) -> None:
         ValueError: It is neither; says the nearest name, and all.
     """
     if name not in NAMES and not Path(name).is_file():
-        raise ValueError(
-            f"task must be {', '.join(NAMES)} or a file of JSON lines, got {said(name, NAMES)}"
-        )
+        got = said(name, NAMES, repr(name))
+        raise ValueError(f"task must be {', '.join(NAMES)} or a file of JSON lines, got {got}")
 
 
 def task_named(name: str) -> Task:

@@ -13,6 +13,7 @@ from kvpolicy.integrations.transformers.state.storage import (
     QuantizedStorage,
     Storage,
 )
+from kvpolicy.integrations.transformers.together import ReadTogether, read_together
 
 __all__ = [
     "AppliedPolicy",
@@ -24,9 +25,11 @@ __all__ = [
     "PolicyCache",
     "QuantizedStorage",
     "ReadDocument",
+    "ReadTogether",
     "RereadingWarning",
     "Storage",
     "apply_policy",
+    "read_together",
 ]
 
 # `generate` is wrapped on import, not when the first cache is built: in

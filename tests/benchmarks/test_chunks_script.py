@@ -55,7 +55,7 @@ def test_the_picture_has_longer_prompts_alone(monkeypatch: pytest.MonkeyPatch) -
     rows = [row for rows in chunks.rows_of(chunks.options_of(given)) for row in rows]
     drawn: list[list[int]] = []
 
-    def noting(axes: Any, points: list[dict[str, Any]], value: Any) -> None:
+    def noting(axes: Any, points: list[dict[str, Any]]) -> None:
         drawn.append([point["at"] for point in points])
 
     monkeypatch.setattr(pictures, "_growth", noting)
@@ -67,7 +67,7 @@ def test_a_quick_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def here(spec: ModelSpec, policy: str, context: int, **how: Any) -> dict[str, Any]:
-        wanted = {"model": attrs.asdict(spec), "policy": policy, "context": context, "batch": 1}
+        wanted = {"model": attrs.asdict(spec), "policy": policy, "context": context}
         return memory.measure({**wanted, **how})
 
     monkeypatch.setattr(chunks, "try_peak", here)  # not in processes of their own

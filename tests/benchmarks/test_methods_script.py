@@ -9,13 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks import memory, methods
-from benchmarks.common import BASELINE, ModelSpec, random_prompt
-from benchmarks.scoring_time import overhead_table, timed_storing
-from benchmarks.turns import take_turn
+from benchmarks.common import BASELINE, ModelSpec
 from kvpolicy import registered
 from kvpolicy.evaluation import Phase, Timing
-from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.policies import SnapKV
 
 
 def peak(growth: int, *, exact: bool = True) -> dict[str, Any]:
@@ -56,29 +52,6 @@ def test_large_numbers_fit_the_table() -> None:
     assert len(methods.MEMORY.line({**row, "peak": peak(1 << 44, exact=False)})) <= 80
 
 
-def test_shares_of_prefill_by_hand() -> None:
-    share = {"median": 0.0123, "lowest": 0.01, "highest": 0.02}
-    rows = [
-        {"policy": "snapkv", "context": 64, "share": share},
-        {"policy": "snapkv", "context": 131072, "share": {**share, "median": 0.5}},
-        {"policy": "h2o", "context": 64, "share": share},
-    ]
-    assert [line.split() for line in overhead_table(rows).splitlines()[1:]] == [
-        ["method", "64", "131072"],
-        ["snapkv", "1.23%", "50.00%"],
-        ["h2o", "1.23%", "-"],
-    ]
-
-
-def test_storing_is_timed_for_as_long_as_asked() -> None:
-    original = PolicyLayer.store
-    model = methods.TINY.build()
-    with timed_storing() as spans:
-        take_turn(model, random_prompt(97, 64), SnapKV(0.5), 2)
-    assert len(spans) == 4  # layers; a decoded token stores nothing
-    assert PolicyLayer.store is original
-
-
 def test_every_registered_policy_is_measured() -> None:
     assert list(methods.all_policies()) == list(registered("policy"))
 
@@ -110,7 +83,7 @@ def test_quick_run_writes_times_and_memory(
 ) -> None:
     folder, asked = quick
     record = json.loads((folder / "methods.json").read_text())
-    parts = ["rows", "overhead", "memory"]
+    parts = ["rows", "memory"]
     assert list(record) == ["benchmark", "settings", "versions", "machine", *parts]
     assert record["settings"]["rounds"] == {"64": 2, "128": 2}
     assert record["machine"]["threads"] == 1
@@ -135,14 +108,6 @@ def test_quick_run_writes_times_and_memory(
     assert asked == [(name, 128, 1) for name in names]
     shares = [row["share_of_full"] for row in record["memory"]]
     assert shares == [1.0, 0.75, 0.25, None]
-    assert [(row["policy"], row["context"]) for row in record["overhead"]] == [
-        (name, context) for context in (64, 128) for name in names[1:]
-    ]
-    for row in record["overhead"]:
-        own = row["choosing_ms"][0] + row["storing_ms"][0]
-        assert 0 < own < row["prefill_ms"][0]
-        assert row["storing_ms"][0] > 0
-        assert row["share"]["lowest"] <= own / row["prefill_ms"][0] <= row["share"]["highest"]
 
 
 def test_a_result_can_be_shown_again(
@@ -181,8 +146,10 @@ HEAVY = ModelSpec(512, 8, 8, 8, intermediate_size=64, vocab_size=97)
 
 def test_peak_memory_holds_the_cache_and_a_policy_needs_less() -> None:
     cache = 8 * 2 * 512 * 4 * 1024
-    full = memory.measure_peak(HEAVY, BASELINE, 1024)
-    ours = memory.measure_peak(HEAVY, "streamingllm", 1024)
+    full = memory.try_peak(HEAVY, BASELINE, 1024)
+    ours = memory.try_peak(HEAVY, "streamingllm", 1024)
+    assert full is not None
+    assert ours is not None
     for found in (full, ours):
         assert found["growth_bytes"] == found["peak_bytes"] - found["before_bytes"] > 0
         assert found["measured_by"].startswith(("VmHWM", "ru_maxrss"))

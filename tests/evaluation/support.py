@@ -1,6 +1,7 @@
 """What tests of commands share."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 # A command with its arguments: exit status, standard output, standard error.
 Run = Callable[..., tuple[int, str, str]]
@@ -13,3 +14,7 @@ def fails(result: tuple[int, str, str], status: int, said: str) -> None:
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
     assert said in lines[0]
+
+
+NEEDLE = Path(__file__).parents[2] / "evaluation/tasks/needle/weights"
+"""The folder of a small trained model, whose vocabulary is f1, f2, ... and s1, s2, ..."""

@@ -19,15 +19,13 @@ ONE = Outcome(
     kept=100.0,
     held_bytes=1000,
     full_bytes=1000,
-    seconds=2.0,
-    cpu_seconds=2.0,
 )
 
 
-def outcomes(*rows: tuple[float | None, float, float]) -> list[Outcome]:
-    """Full context always right at -1 for each token, and another with score, log_prob, time."""
+def outcomes(*rows: tuple[float | None, float]) -> list[Outcome]:
+    """Full context always right at -1 for each token, and another with score and log_prob."""
     found = []
-    for score, log_prob, cpu in rows:
+    for score, log_prob in rows:
         found += [
             attrs.evolve(ONE, score=None if score is None else 1.0),
             attrs.evolve(
@@ -38,31 +36,30 @@ def outcomes(*rows: tuple[float | None, float, float]) -> list[Outcome]:
                 divergence=0.5,
                 kept=20.0,
                 held_bytes=250,
-                cpu_seconds=cpu,
             ),
         ]
     return found
 
 
 def test_cells_by_hand() -> None:
-    listed = outcomes((1.0, -2.0, 1.0), (0.0, -6.0, 3.0), (0.5, -4.0, 1.0))
-    other = attrs.evolve(ONE, kind="number", score=0.0, cpu_seconds=0.0)
+    listed = outcomes((1.0, -2.0), (0.0, -6.0), (0.5, -4.0))
+    other = attrs.evolve(ONE, kind="number", score=0.0)
     full, own, number = cells_of([*listed, other])
     assert (full.policy, full.kind, full.count) == ("full", "word", 3)
     assert (full.score, full.log_prob, full.divergence) == (1.0, -1.0, 0.0)
-    assert (full.kept, full.held, full.cost) == (1.0, 1.0, 1.0)
+    assert (full.kept, full.held) == (1.0, 1.0)
     assert (own.policy, own.kind, own.count) == ("own", "word", 3)
     assert own.score == 0.5
     assert own.interval == share_interval(0.5, 3)
     assert own.log_prob == pytest.approx(-2.0)  # the mean of -1, -3 and -2
     assert own.kept == pytest.approx(0.2)
-    assert (own.divergence, own.held, own.cost) == (0.5, 0.25, 0.5)
+    assert (own.divergence, own.held) == (0.5, 0.25)
     assert (number.kind, number.score, number.count) == ("number", 0.0, 1)
     assert cells_of([]) == []
 
 
 def test_nothing_generated_has_no_score() -> None:
-    listed = outcomes((None, -4.0, 2.0))
+    listed = outcomes((None, -4.0))
     assert [(each.score, each.interval) for each in cells_of(listed)] == [(None, None)] * 2
     found = compared(listed, "own", "full")
     assert found.scores is None
@@ -72,7 +69,7 @@ def test_nothing_generated_has_no_score() -> None:
 
 
 def test_a_difference_is_paired() -> None:
-    listed = outcomes(*[(0.0, -6.0 - each, 1.0) for each in range(8)])
+    listed = outcomes(*[(0.0, -6.0 - each) for each in range(8)])
     found = compared(listed, "own", "full")
     assert found.scores == paired_difference([0.0] * 8, [1.0] * 8)
     assert found.log_prob == -3.75  # the middle of -2, -2.5, ... -5.5
@@ -88,7 +85,7 @@ def test_a_difference_is_paired() -> None:
 
 
 def test_ties_are_said() -> None:
-    listed = outcomes(*[(1.0, -2.0 + 0.25 * (-1) ** each, 1.0) for each in range(8)])
+    listed = outcomes(*[(1.0, -2.0 + 0.25 * (-1) ** each) for each in range(8)])
     assert str(compared(listed, "own", "full")) == (
         "own and full, 8 questions: right answers +0.00 [-0.28, +0.28], no clear difference; "
         "log-probability +0.000 [-0.125, +0.125], no clear difference"
@@ -96,7 +93,7 @@ def test_ties_are_said() -> None:
 
 
 def test_what_was_not_asked_cannot_be_compared() -> None:
-    listed = outcomes((1.0, -2.0, 1.0))
+    listed = outcomes((1.0, -2.0))
     with pytest.raises(ValueError, match="as many questions of none as of full.*got 0 and 1"):
         compared(listed, "none", "full")
     with pytest.raises(ValueError, match="got 1 and 2"):

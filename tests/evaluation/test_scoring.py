@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy.evaluation import scoring
 from kvpolicy.evaluation.asking import Asked, Asker
-from kvpolicy.evaluation.scoring import FULL, Outcome, outcomes
+from kvpolicy.evaluation.scoring import FULL, outcomes
 from kvpolicy.evaluation.tasks.question import Question
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
@@ -145,6 +145,33 @@ def test_full_context_is_no_policy(model: PreTrainedModel, asked: list[Asked], l
         assert own.held_bytes == own.full_bytes > 0
 
 
+def test_an_answer_goes_on_where_it_leaves_the_right_one(
+    model: PreTrainedModel, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of the right answer are read for their probability, and not decoded again."""
+    read: list[int] = []
+    real = scoring.append
+
+    def counted(model: Any, cache: Any, ids: Sequence[int], **more: Any) -> Tensor:
+        read.append(len(ids))
+        return real(model, cache, ids, **more)
+
+    monkeypatch.setattr(scoring, "append", counted)
+    (each,) = asked[:1]
+    said = dense_answer(model, each, reference.FullContext(), later=False)
+    wrong = (said[2] + 1) % 90 + 1
+    for right, count in (
+        (said[:4], [3, 1, 1]),  # all agree: 2 of 6 are decoded after them
+        ((*said[:2], wrong, 5, 5), [4, 1, 1, 1]),  # two agree, the third is known
+        ((wrong, 5), [1, 1, 1, 1, 1, 1]),
+    ):
+        read.clear()
+        made = attrs.evolve(each, answer_ids=tuple(right))
+        (own,) = outcomes(model, char_tokenizer(), [made], {"all": None})
+        assert own.text == char_tokenizer().decode(said)
+        assert read == count
+
+
 def test_what_is_held_is_counted_before_the_question(
     model: PreTrainedModel, asked: list[Asked]
 ) -> None:
@@ -153,7 +180,6 @@ def test_what_is_held_is_counted_before_the_question(
     for name, later in rates.items():
         found = list(outcomes(model, char_tokenizer(), asked[:1], POLICY, later=later))
         counts[name] = {each.policy: (each.seen, each.kept) for each in found}
-        assert all(each.seconds > 0 and each.cpu_seconds > 0 for each in found)
     document = len(asked[0].document_ids)
     prompt = document + len(asked[0].question_ids)
     assert counts["known"]["stream"] == (prompt, int(prompt * 0.2))
@@ -180,18 +206,17 @@ def test_a_continuation_has_no_question(model: PreTrainedModel) -> None:
     )
     asked = [Asker(char_tokenizer()).ask(question)]
     known, later = (
-        [timeless(each) for each in outcomes(model, char_tokenizer(), asked, POLICY, later=later)]
+        list(outcomes(model, char_tokenizer(), asked, POLICY, later=later))
         for later in (False, True)
     )
     assert known == later
     assert all((each.text, each.score) == ("", None) for each in known)
 
 
-def timeless(outcome: Outcome) -> Outcome:
-    return attrs.evolve(outcome, seconds=0.0, cpu_seconds=0.0)
-
-
-def test_the_answer_ends(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("known", [1, 2])
+def test_the_answer_ends(
+    known: int, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the end of a line that is not blank, at an end token, or at the most tokens."""
     tokenizer = char_tokenizer()
     said: list[int] = []
@@ -203,7 +228,7 @@ def test_the_answer_ends(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
     def one_hot(token: int) -> Tensor:
         return torch.nn.functional.one_hot(torch.tensor([token]), 97).float()
 
-    monkeypatch.setattr(scoring, "_append", scripted)
+    monkeypatch.setattr(scoring, "append", scripted)
     for text, ends, expected in (
         ("\n ab\ncd", None, "\n ab\n"),
         ("ab cdefgh", None, "ab cdef"),
@@ -214,7 +239,9 @@ def test_the_answer_ends(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
         model.generation_config.eos_token_id = None if ends is None else tokenizer(ends).input_ids
         question = attrs.evolve(QUESTIONS[0], new_tokens=7, one_line=True)
         asked = Asker(tokenizer).ask(question)
-        found = scoring._answer(model, tokenizer, None, one_hot(script[0])[0], asked)  # type: ignore[arg-type]
+        rows = torch.cat([one_hot(token) for token in script[:known]])
+        said.extend(script[: known - 1])
+        found = scoring._answer(model, tokenizer, None, rows, asked)  # type: ignore[arg-type]
         assert found == expected
     model.generation_config.eos_token_id = None
 
@@ -223,7 +250,7 @@ def test_a_policy_that_cannot_be_applied_is_named(
     model: PreTrainedModel, asked: list[Asked]
 ) -> None:
     far = FastKV(tsp_layer=9, tsp_rate=0.5, retention_rate=0.3)
-    with pytest.raises(ValueError, match="^far: "):
+    with pytest.raises(ValueError, match="^policy 'far': tsp_layer"):
         list(outcomes(model, char_tokenizer(), asked, {"far": far}))
 
 

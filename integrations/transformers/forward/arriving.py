@@ -77,7 +77,7 @@ class Arriving:
         )
         kinds = outer.take_kinds(incoming.columns)
         incoming = attrs.evolve(incoming, ids=outer.ids_of(arguments), kinds=kinds)
-        self._check(arguments, incoming)
+        self.check(arguments, incoming)
         if features is not None and incoming.order is not None:
             features = features.taken(incoming.order)
         if outside:
@@ -86,7 +86,7 @@ class Arriving:
         call = Call.of(model, arguments, own_masks=outside, keep_last=outer.keep_last)
         return call, incoming, features
 
-    def _check(self, arguments: dict[str, Any], incoming: Incoming) -> None:
+    def check(self, arguments: dict[str, Any], incoming: Incoming) -> None:
         """Check that the policy can act on the forward's tokens and positions; see `read`."""
         model, parts, policy = self.model, self.model.parts, self.model.policy
         if incoming.tokens.padded or incoming.padded:

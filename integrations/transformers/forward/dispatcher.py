@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvpolicy.integrations.transformers.forward.facts import ModelFacts, keeps_e
 from kvpolicy.integrations.transformers.forward.fixed_answer import FixedAnswer
 from kvpolicy.integrations.transformers.forward.forward_run import ForwardRun
 from kvpolicy.integrations.transformers.forward.inputs import inputs_of
+from kvpolicy.integrations.transformers.forward.later_stages import Passes
 from kvpolicy.integrations.transformers.forward.outer_call import OuterCall
 from kvpolicy.integrations.transformers.forward.output_order import joined_outputs
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
@@ -59,6 +60,7 @@ class ForwardDispatcher:
         run: The run of the decoder that is under way; None without one.
         facts: What is known of the model that the cache was attached to last; None before.
         appends: Whether new turns are appended without the policy.
+        plan: Lists the passes of a forward.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class ForwardDispatcher:
         self.attachment: Attachment | None = None
         self.filled_by: weakref.ref[nn.Module] | None = None
         self.appends = False
+        self.plan: Callable[[Arrival], Passes] = Arrival.passes
         self._forward: ForwardRun | None = None
         self._given: dict[str, Any] = {}  # the decoder's arguments in the forward under way
         self._in_generate = False
@@ -337,7 +340,7 @@ class ForwardDispatcher:
             remember=self._remember,
         )
         decoder = self._attached.parts.decoder
-        self._forward = ForwardRun(arrival.passes(), call, self.layers, decoder, self._begin)
+        self._forward = ForwardRun(self.plan(arrival), call, self.layers, decoder, self._begin)
         return self._forward.up_to_main().made.incoming.arguments
 
     def _begin(self, run: PassRun) -> None:

@@ -107,7 +107,7 @@ class PassRun:
         self._waits = not appends or self._queries.waits()
         # Where positions have gaps, as given by the caller; see `LayerAttention.attend`.
         self._waits = self._waits or (call.implementation in FLASH and at.reach.count > 1)
-        self._probe = call.probe if self._queries.asks else None
+        self._probe = self._queries.probe(call)
         if self._probe is not None:
             self._probe.check_places(at.before)
             places: dict[str, Any] = {"reach": at.reach, "before": at.before, "gapless": at.gapless}

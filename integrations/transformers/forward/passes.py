@@ -15,6 +15,7 @@ from kvpolicy.integrations.transformers.forward.added_features import AddedFeatu
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
 from kvpolicy.integrations.transformers.forward.layer_masks import LayerMasks
+from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
 from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens
 from kvpolicy.integrations.transformers.forward.stage import StagePiece
 from kvpolicy.integrations.transformers.model.rotary import Gapless, LayerRotary
@@ -137,6 +138,10 @@ class AtQueries:
 
     def begin(self, at: PassState) -> None:
         """Prepare for a pass, before the decoder's first layer runs."""
+
+    def probe(self, call: Call) -> LayerProbe | None:
+        """Return what finds rotary embeddings and output projections; None if no part asks."""
+        return call.probe if self.asks else None
 
     def waits(self) -> bool:
         """True if `observe` must be called in a pass that only appends keys."""

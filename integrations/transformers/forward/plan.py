@@ -33,7 +33,7 @@ from kvpolicy.integrations.transformers.forward.passes import Ignore, KeyUse, Pa
 from kvpolicy.integrations.transformers.forward.restart import choosing_pass, chosen_tokens
 from kvpolicy.integrations.transformers.forward.second_reading import SecondReading
 from kvpolicy.integrations.transformers.forward.selecting import Select
-from kvpolicy.integrations.transformers.forward.staging import StagedPrefill
+from kvpolicy.integrations.transformers.forward.staging import SharedStage, StagedPrefill
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 
 
@@ -148,7 +148,20 @@ class Arrival:
     def _staged_end(self) -> Passes:
         assert self.chunks is not None
         prefill = StagedPrefill(self.call, self.layers, self.incoming, self.features)
-        passes, waiting = prefill.end(self.chunks), dict[int, DeferredKV]()
+        return self._choosing(prefill.end(self.chunks), {})
+
+    def behind_drop(self, shared: SharedStage, waiting: dict[int, DeferredKV]) -> Passes:
+        """Yield the passes of the layers behind a drop, for a prompt that others have read so far.
+
+        Args:
+            shared: What the layers up to the drop have left.
+            waiting: Those of them that choose when all layers were scored, by index.
+        """
+        prefill = StagedPrefill(self.call, self.layers, self.incoming, self.features)
+        return self._choosing(prefill.behind_drop(shared), waiting)
+
+    def _choosing(self, passes: Passes, waiting: dict[int, DeferredKV]) -> Passes:
+        """Yield the passes of a prompt in stages; then let deferred layers choose."""
         made = next(passes, None)
         while made is not None:
             run = yield made

@@ -15,6 +15,7 @@ from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.chunks import Chunks, Remember
 from kvpolicy.integrations.transformers.forward.facts import Call
+from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.inputs import OF_TOKENS, Incoming
 from kvpolicy.integrations.transformers.forward.later_stages import (
     LaterStages,
@@ -41,9 +42,31 @@ from kvpolicy.integrations.transformers.state.recurrent import (
     SharedLayer,
     SideBySideLayer,
 )
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions
 
 _KINDS = (PolicyLayer, RecurrentLayer, EmptyLayer)
+
+
+@attrs.frozen(eq=False)
+class SharedStage:
+    """What the layers up to a drop have left, if a forward of another cache has run them.
+
+    Args:
+        slots: ``[batch, passed_len]`` int64, the prompt's tokens that go on; -1 on padding.
+        positions: ``[batch, passed_len]`` int64, their positions.
+        states: ``[batch, passed_len, hidden]``, the dropping layer's output for them.
+        drops: Whether they are fewer than all.
+        tokens: The tokens seen, the prompt included.
+        history: The saliency that earlier layers gave these tokens.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    states: Tensor
+    drops: bool
+    tokens: SeenTokens
+    history: History
 
 
 def _why_whole(layer: PolicyLayer) -> str | None:
@@ -186,6 +209,30 @@ class StagedPrefill:
         for stage in others[:-1]:
             reach = yield from reader.read(stage, reach, propagated)
         yield from reader.end(others[-1], reach, propagated)
+
+    def behind_drop(self, shared: SharedStage) -> Passes:
+        """Yield the passes of the layers behind the only drop, for a prompt that came whole.
+
+        Args:
+            shared: What the layers up to the drop have left.
+        """
+        self._check()
+        first, stage = stages_of(self.call.model.policy, len(self.layers), lambda _: False)
+        valid, slots = self.incoming.new_valid, shared.slots
+        staged = StagedPrompt((first, stage), self.incoming.tokens, ())
+        staged = staged.with_chunk(valid, self._inputs(staged), shared.states, self.features)
+        places = torch.arange(slots.shape[1], device=slots.device)
+        reach = SurvivingTokens(
+            slots,
+            shared.positions,
+            staged.states,
+            places.where(slots >= 0, slots),
+            history=shared.history,
+        )
+        features = AddedFeatures.joined(staged.features, staged.valid)
+        how = self.call, self.layers, self.incoming, staged, shared.tokens, features
+        propagated = {first.last: shared.positions} if shared.drops else {}
+        yield from LaterStages(*how).end(stage, reach, propagated)
 
     def _stages(self, prompt_len: int) -> tuple[PrefillStage, ...]:
         model, num_layers = self.call.model, len(self.layers)

@@ -135,6 +135,10 @@ class IndexedLayer(PolicyLayer):
         assert self._shown is not None
         return self._shown[0][:, 0]
 
+    def show_as(self, other: IndexedLayer) -> None:
+        """Offer to `store` the index keys that a layer of another cache offers."""
+        self._shown = other._shown
+
     def show_held(self, order: Tensor | None) -> None:
         """Offer the index keys in the cache to `store`, which keeps the chosen ones.
 

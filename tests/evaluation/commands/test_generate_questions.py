@@ -4,16 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from kvpolicy.evaluation import load, needle_prompts
-from kvpolicy.evaluation.commands.work import generate as command_generate
+from kvpolicy.evaluation import load
+from kvpolicy.evaluation.commands import terminal
+from kvpolicy.evaluation.tasks.prompts import needle_prompts
 from kvpolicy.integrations.transformers import ReadDocument
 from kvpolicy.policies import KeyDiff
-from tests.evaluation.support import Run
+from tests.evaluation.support import NEEDLE, Run
 
 
 def test_questions_about_a_document(run: Run, tmp_path: Path) -> None:
     """The document is read once; each answer is as if its question were the only one."""
-    loaded = load()
+    loaded = load(str(NEEDLE))
     asked = needle_prompts(128, count=2, seed=1)[0].input_ids
     document, question = loaded.tokenizer.decode(asked[:-2]), loaded.tokenizer.decode(asked[-2:])
     other = loaded.tokenizer.decode(asked[-2:-1]) + " s7"
@@ -50,12 +51,12 @@ def test_bad_questions(run: Run, question: str, said: str) -> None:
 
 def test_a_question_in_the_chat_template(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Document and question are one message, so that the template's text is around both."""
-    loaded = load()
+    loaded = load(str(NEEDLE))
     loaded.tokenizer.chat_template = (
         "{% for message in messages %}f1 {{ message['content'] }} {% endfor %}"
         "{% if add_generation_prompt %}f2 f3{% endif %}"
     )
-    monkeypatch.setattr(command_generate, "load_shown", lambda *each: loaded)
+    monkeypatch.setattr(terminal, "load_shown", lambda *_, **__: loaded)
     asked = ("generate", "--prompt", "f4 f5 f6", "--ask", "s1", "-p", "full_context")
     for option, count in (([], 4), (["--chat"], 4), (["--no-chat"], 3)):
         status, out, err = run(*asked, "--answer-tokens", 4, *option)

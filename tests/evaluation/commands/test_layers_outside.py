@@ -7,7 +7,7 @@ import pytest
 from kvpolicy.evaluation.cli import main
 
 PREFILL = "generate --prompt f1"
-COMPARE = "compare --context 64 --count 2"
+COMPARE = "compare --count 2"
 EXPORT = "export --prompt-file prompt.txt --to out/a.safetensors"
 EVAL = "eval --tasks needle_one_hop --lengths 128 --limit 1 --out out"
 ESTIMATE = "estimate --config Llama-3.1-8B --context 1000"
@@ -16,13 +16,13 @@ ESTIMATE = "estimate --config Llama-3.1-8B --context 1000"
 @pytest.mark.parametrize(
     ("line", "name"),
     [
-        (f"{PREFILL} -p fastkv --tsp-layer 40", "fastkv"),
+        (f"{PREFILL} -p fastkv --set tsp_layer=40", "fastkv@40"),
         (f"{PREFILL} -p gemfilter --rate 0.2 --set filter_layer=40", "gemfilter 0.2"),
         (f"{PREFILL} --propagation token_selective:tsp_layer=40", "composition"),
-        (f"{COMPARE} -p snapkv,fastkv,claa --rate 0.2 --set tsp_layer=40", "fastkv 0.2"),
-        (f"{EXPORT} -p fastkv --tsp-layer 40", "fastkv"),
-        (f"{EVAL} -p snapkv,fastkv --rate 0.2 --tsp-layer 40", "fastkv 0.2"),
-        (f"{ESTIMATE} -p snapkv,claa --rate 0.2 --set tsp_layer=40", "claa 0.2"),
+        (f"{COMPARE} -p snapkv,fastkv,claa --rate 0.2 --set tsp_layer=40", "fastkv@40 0.2"),
+        (f"{EXPORT} -p fastkv --set tsp_layer=40", "fastkv@40"),
+        (f"{EVAL} -p snapkv,fastkv --rate 0.2 --set tsp_layer=40", "fastkv@40 0.2"),
+        (f"{ESTIMATE} -p snapkv,claa --rate 0.2 --set tsp_layer=40", "claa@40 0.2"),
     ],
 )
 def test_the_message_names_the_policy(

@@ -24,7 +24,7 @@ print(json.dumps([statuses, [name for name in {HEAVY} if name in sys.modules]]))
 
 def test_help_and_wrong_command_lines_import_nothing_heavy() -> None:
     commands = ("analyze", "calibrate", "check", "compare", "estimate", "eval")
-    names = (*commands, "generate", "policies")
+    names = (*commands, "export", "generate", "policies", "serve-check")
     right = [["--help"], ["--version"], [], *([name, "--help"] for name in names)]
     wrong = [
         ["complare"],
@@ -51,7 +51,6 @@ def test_refused_options_import_nothing_heavy() -> None:
         ["compare", "--rate", "0.1", "--retention-tokens", "5"],
         ["compare", "--set", "window_size"],
         ["generate", "--prompt-file", "-", "--decoding-every", "4"],
-        ["analyze", "--kernel-size", "3"],
         ["generate"],
     ]
     done = subprocess.run(
@@ -72,14 +71,12 @@ def test_unknown_names_import_nothing_heavy() -> None:
         ("eval", "--tasks", "x", "--out", "x", "-p", "fastvk"): {"policy": ["fastvk"]},
         ("compare", "-p", "snapkv,nothing,h20"): {"policy": ["nothing", "h20"]},
         ("export", "--prompt-file", "-", "--to", "x", "-p", "rkw"): {"policy": ["rkw"]},
-        ("calibrate", "-p", "x"): {"policy": ["x"]},
         (*estimate, "-p", "x"): {"policy": ["x"]},
         ("generate", "--prompt", "x", "--scorer", "key_nrm:a=1", "--selector", "gqa"): {
             "scorer": ["key_nrm"],
             "selector": ["gqa"],
         },
         ("compare", "--propagation", "piramid"): {"propagation": ["piramid"]},
-        ("analyze", "--oracle", "--scorer", "key_norm", "--scorer", "x"): {"scorer": ["x"]},
     }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(list(lines))],

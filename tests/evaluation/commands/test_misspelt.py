@@ -21,11 +21,6 @@ POLICIES = (
         ("compare -p snapvk --scorer lst_query --selector kep_al", 1, "(did you mean last_query?)"),
         ("compare -p snapvk --scorer lst_query --selector kep_al", 1, "(did you mean keep_all?)"),
         (
-            "analyze --oracle --scorer lst_query --scorer xyz",
-            1,
-            "no scorer is named 'lst_query' (did you mean last_query?) or 'xyz'; known: acc",
-        ),
-        (
             "compare -p snapkv --set windw_size=3 --set kernl_size=3",
             1,
             "--set windw_size (did you mean window_size?) and --set kernl_size (did you mean "

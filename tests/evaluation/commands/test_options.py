@@ -10,10 +10,11 @@ import typer
 
 from kvpolicy import CachePolicy, DecodingEviction
 from kvpolicy.assignments import PartOption
-from kvpolicy.evaluation import load, needle_prompts
-from kvpolicy.evaluation.commands.options import with_options
+from kvpolicy.evaluation import load
 from kvpolicy.evaluation.chosen import chosen_variant, chosen_variants
-from kvpolicy.evaluation.options import PolicyOptions
+from kvpolicy.evaluation.commands.shared import with_policies
+from kvpolicy.evaluation.policy_options import PolicyOptions
+from kvpolicy.evaluation.tasks.prompts import needle_prompts
 from kvpolicy.policies import (
     TOVA,
     FastKV,
@@ -26,18 +27,16 @@ from kvpolicy.policies import (
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
-from tests.evaluation.support import Run
+from tests.evaluation.support import NEEDLE, Run
 
 ESTIMATE = ("estimate", "--config", "llama-3.1-8b", "--context", 8192)
-QUICK = ("--context", 96, "--count", 2, "--rounds", 1, "--answer-tokens", 1, "--threads", 1)
-COMPARE = ("compare", *QUICK, "--speed-context", 96)
-CALIBRATE = ("calibrate", "--context", 96, "--count", 2, "--threads", 1)
+COMPARE = ("compare", "--count", 2, "--threads", 1)
 
 
 @pytest.fixture(scope="module")
 def text() -> str:
     prompt = needle_prompts(128, count=2, seed=5)[0]
-    decoded: str = load().tokenizer.decode(list(prompt.input_ids))
+    decoded: str = load(str(NEEDLE)).tokenizer.decode(list(prompt.input_ids))
     return decoded
 
 
@@ -54,9 +53,9 @@ def read(*arguments: str) -> PolicyOptions:
     app = typer.Typer()
 
     @app.command()
-    @with_options
-    def command(options: PolicyOptions) -> None:
-        found.append(options)
+    @with_policies
+    def command(*, policies: PolicyOptions) -> None:
+        found.append(policies)
 
     app(args=arguments, standalone_mode=False)
     (options,) = found
@@ -72,12 +71,9 @@ def test_options_are_read() -> None:
     assert options == PolicyOptions(
         names=("snapkv", "fastkv", "h2o"),
         rates=(0.1, 0.2),
-        protect=4,
-        assignments={"window_size": 16, "tsp_layer": None},
-        scorer=PartOption("window-max-pool", {"window_size": 16, "kernel_size": 5}),
+        parameters={"window_size": 16, "tsp_layer": None, "protect": 4},
+        parts={"scorer": PartOption("window-max-pool", {"window_size": 16, "kernel_size": 5})},
     )
-    assert options.parameters == {"window_size": 16, "tsp_layer": None, "protect": 4}
-    assert options.parts == {"scorer": options.scorer}
     assert read() == PolicyOptions()
 
 
@@ -85,13 +81,12 @@ def test_every_option_reaches_the_policies_that_take_it() -> None:
     options = PolicyOptions(
         names=("fastkv", "full-context", "gemfilter"),
         tokens=(64, 32, 64),
-        protect=4,
-        assignments={"window_size": 16},
+        parameters={"protect": 4, "window_size": 16},
     )
     found = {each.label: each.policy for each in chosen_variants(options, [0.1], tsp_layer=3)}
     assert found == {
-        "fastkv 64 tokens": FastKV(tsp_layer=3, retention_tokens=64, window_size=16, protect=4),
-        "fastkv 32 tokens": FastKV(tsp_layer=3, retention_tokens=32, window_size=16, protect=4),
+        "fastkv@3 64 tokens": FastKV(tsp_layer=3, retention_tokens=64, window_size=16, protect=4),
+        "fastkv@3 32 tokens": FastKV(tsp_layer=3, retention_tokens=32, window_size=16, protect=4),
         "full_context": found["full_context"],
         "gemfilter 64 tokens": GemFilter(retention_tokens=64, protect=4),
         "gemfilter 32 tokens": GemFilter(retention_tokens=32, protect=4),
@@ -103,7 +98,7 @@ def test_a_rate_above_the_tsp_rate_raises_it_alike_for_one_and_for_several() -> 
     assert chosen_variant(options, "snapkv").policy == FastKV(tsp_rate=0.5, retention_rate=0.5)
     (one,) = chosen_variants(options, [0.1])
     assert one.policy == FastKV(tsp_rate=0.5, retention_rate=0.5)
-    told = PolicyOptions(names=("fastkv",), rates=(0.5,), assignments={"tsp_tokens": 99})
+    told = PolicyOptions(names=("fastkv",), rates=(0.5,), parameters={"tsp_tokens": 99})
     assert chosen_variant(told, "snapkv").policy == FastKV(tsp_tokens=99, retention_rate=0.5)
 
 
@@ -232,14 +227,6 @@ def test_generate_reads_standard_input(
     assert "prompt on standard input must be UTF-8 text" in piped(b"\xff")[2]
 
 
-def test_compare_runs_a_composition_beside_tokens(run: Run) -> None:
-    chosen = ("-p", "snapkv", "--scorer", "last_query", "--retention-tokens", 24)
-    status, shown, _ = run(*COMPARE, *chosen)
-    assert status == 0
-    names = [line.split()[0] for line in shown.splitlines() if line]
-    assert {"full_context", "snapkv", "composition"} <= set(names)
-
-
 def test_estimate_says_what_a_composition_is(run: Run) -> None:
     parts = ("--scorer", "last_query", "--propagation", "token_selective:tsp_layer=9")
     status, shown, _ = run(
@@ -253,43 +240,6 @@ def test_estimate_says_what_a_composition_is(run: Run) -> None:
     assert "composition drops tokens after layer 9 of 0 to 31." in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ("--rate", 0.1),
-            "--rate must not be given to kvpolicy calibrate: it measures only the drop",
-        ),
-        (("--retention-tokens", 9), "--retention-tokens must not be given to kvpolicy calibrate"),
-        (
-            ("-p", "snapkv"),
-            "--policy must not be given to kvpolicy calibrate: it chooses the layer",
-        ),
-        (("--scorer", "last_query"), "--scorer, --selector and --propagation must not be given"),
-        (("--set", "tsp_layer=1"), "--set must name one of tsp_rate, window_size, kernel_size"),
-        (("--set", "window_size=0"), "window_size must be at least 1, got 0"),
-        (("--set", "kernel_size=1.5"), "kernel_size must be an int, got 1.5"),
-        (("--protect", -1), "protect must be at least 0, got -1"),
-    ],
-)
-def test_calibrate_refuses_what_a_drop_does_not_have(
-    run: Run, arguments: tuple[object, ...], said: str
-) -> None:
-    status, out, err = run(*CALIBRATE, *arguments)
-    assert (status, out) == (1, "")
-    assert said in err
-
-
-def test_calibrate_takes_the_parameters_of_a_drop(run: Run) -> None:
-    def table(*arguments: object) -> str:
-        status, shown, _ = run(*CALIBRATE, "-p", "fastkv", *arguments)
-        assert status == 0
-        return shown
-
-    assert table("--set", "tsp_rate=0.5") == table("--tsp-rate", 0.5)
-    assert table("--set", "window_size=4") != table() != table("--protect", 30)
-
-
 def test_a_bound_of_answers_is_each_policys_own_rule() -> None:
     options = PolicyOptions(
         names=("full_context", "snapkv", "tova"), tokens=(64,), decoding_tokens=48
@@ -299,7 +249,10 @@ def test_a_bound_of_answers_is_each_policys_own_rule() -> None:
     assert snapkv == SnapKV(retention_tokens=64, decoding=48)
     assert tova == TOVA(retention_tokens=64, decoding=48)
     options = PolicyOptions(
-        selector=PartOption("sink_and_recent"), tokens=(64,), decoding_tokens=48, decoding_every=9
+        parts={"selector": PartOption("sink_and_recent")},
+        tokens=(64,),
+        decoding_tokens=48,
+        decoding_every=9,
     )
     (composed,) = chosen_variants(options, (None,))
     assert composed.policy.decoding == DecodingEviction(
@@ -313,18 +266,7 @@ def test_a_bound_that_nothing_takes_is_refused() -> None:
     with pytest.raises(ValueError, match="--decoding-tokens must be given with --decoding-every"):
         PolicyOptions(decoding_every=4)
     with pytest.raises(ValueError, match="decoding must be given by --decoding-tokens"):
-        PolicyOptions(assignments={"decoding": 48})
-
-
-def test_compare_bounds_what_it_decodes(run: Run) -> None:
-    how = ("-p", "snapkv,full-context", "--retention-tokens", 32, "--decoding-tokens", 24)
-    status, out, err = run(*COMPARE, *how, "--decoding-every", 4)
-    assert status == 0, err
-    assert "answers: DecodingEviction(scorer=WindowMaxPoolScorer()" in out
-    assert "every=4" in out
-    status, _, err = run(*COMPARE, "-p", "snapkv", "--decoding-tokens", 0)
-    assert status
-    assert "tokens must be at least 1" in err
+        PolicyOptions.given(assignments=["decoding=48"])
 
 
 def test_a_bound_reaches_budgets_within_selectors_and_passes_over_what_has_no_rule() -> None:
@@ -336,7 +278,7 @@ def test_a_bound_reaches_budgets_within_selectors_and_passes_over_what_has_no_ru
     assert kvzip.policy.decoding is None
     for alone in (
         PolicyOptions(names=("kvzip",), decoding_tokens=48),
-        PolicyOptions(selector=PartOption("global_threshold"), decoding_tokens=48),
+        PolicyOptions(parts={"selector": PartOption("global_threshold")}, decoding_tokens=48),
     ):
         with pytest.raises(ValueError, match="--decoding-tokens must be given with a policy"):
             chosen_variants(alone, (0.5,))

@@ -24,14 +24,14 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Lines:
     [
         ("snapkv", "read: 100 tokens by every layer"),
         (
-            "fastkv --tsp-layer 2 --tsp-rate 0.2",
+            "fastkv --set tsp_layer=2 --set tsp_rate=0.2",
             "read: 100 tokens by layers 0 to 2, 20 tokens by layers 3 to 5",
         ),
         (
-            "fastkv --tsp-layer 4 --tsp-rate 0.3",
+            "fastkv --set tsp_layer=4 --set tsp_rate=0.3",
             "read: 100 tokens by layers 0 to 4, 30 tokens by layer 5",
         ),
-        ("fastkv --tsp-layer 5 --tsp-rate 0.3", "read: 100 tokens by every layer"),
+        ("fastkv --set tsp_layer=5 --set tsp_rate=0.3", "read: 100 tokens by every layer"),
         (
             "gemfilter --rate 0.2 --set filter_layer=3",
             "read: 100 tokens by layers 0 to 3, then the 20 that layer 3 chose by all layers",

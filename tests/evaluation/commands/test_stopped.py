@@ -1,84 +1,12 @@
-"""What is done is not lost: Ctrl-C keeps rows, and places are tried before anything is measured."""
+"""What is wrong is said before a model is loaded; places are tried before anything is measured."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpolicy.evaluation.commands.work import terminal
-from kvpolicy.evaluation.comparison import rows
-from kvpolicy.evaluation.comparison.accuracy import measure_accuracy
+from kvpolicy.evaluation.commands import terminal
 from tests.evaluation.support import Run
-
-QUICK = ("--context", 64, "--count", 2, "--rounds", 1, "--answer-tokens", 2, "--threads", 1)
-QUICK += ("--speed-context", 64)
-ASKED = ("compare", "-p", "snapkv,h2o,tova", "--rate", 0.5, *QUICK)
-
-
-def ended_at(label: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """End a comparison while a contender answers."""
-
-    def ending(*args: Any, stage: str, **kwargs: Any) -> Any:
-        if stage.endswith(label):
-            raise error
-        return measure_accuracy(*args, stage=stage, **kwargs)
-
-    monkeypatch.setattr(rows, "measure_accuracy", ending)
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "said"),
-    [(KeyboardInterrupt(), 130, "interrupted"), (OSError("the disk is gone"), 1, "the disk is")],
-)
-def test_rows_that_are_done_are_kept(
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    status: int,
-    said: str,
-) -> None:
-    ended_at("h2o 0.5", error, monkeypatch)
-    out = tmp_path / "results"
-    found, shown, err = run(*ASKED, "--out", out)
-    assert found == status
-    assert err.strip().startswith(f"error: {said}")
-    assert len(err.strip().splitlines()) == 1
-    lines = shown.splitlines()
-    assert [line.split()[0] for line in lines if line.startswith(("full", "snap", "h2o", "tova"))] \
-        == ["full_context", "snapkv"]  # fmt: skip
-    note = "Unfinished: stopped after 2 of 4 rows, without h2o 0.5, tova 0.5."
-    assert note in lines
-    assert lines[-1] == f"written to {out}: compare.json, compare.png"
-    assert all(len(line) <= 80 for line in lines[3:-1])
-    record = json.loads((out / "compare.json").read_text())
-    assert record["finished"] is False
-    assert note in record["notes"]
-    assert [row["policy"] for row in record["rows"]] == ["full_context", "snapkv"]
-    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_one_row_is_kept_as_well_and_none_is_nothing(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended_at("snapkv 0.5", KeyboardInterrupt(), monkeypatch)
-    status, shown, _ = run(*ASKED, "--out", tmp_path / "one")
-    assert status == 130
-    assert "Unfinished: stopped after 1 of 4 rows" in shown
-    assert len(json.loads((tmp_path / "one/compare.json").read_text())["rows"]) == 1
-    ended_at("full_context", KeyboardInterrupt(), monkeypatch)
-    status, shown, err = run(*ASKED, "--out", tmp_path / "none")
-    assert (status, err) == (130, "error: interrupted\n")
-    assert "Unfinished" not in shown
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_finished_comparison_says_so(run: Run, tmp_path: Path) -> None:
-    status, shown, _ = run("compare", "-p", "snapkv", "-r", 0.5, *QUICK, "--out", tmp_path)
-    assert status == 0
-    assert "Unfinished" not in shown
-    assert json.loads((tmp_path / "compare.json").read_text())["finished"] is True
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that takes no files")
@@ -88,7 +16,6 @@ def test_a_finished_comparison_says_so(run: Run, tmp_path: Path) -> None:
         ("compare", "--out", "/proc/x"),
         ("calibrate", "--out", "/proc/x"),
         ("analyze", "--out", "/proc/x"),
-        ("analyze", "--oracle", "--out", "/proc/x"),
         ("eval", "--tasks", "needle_one_hop", "--out", "/proc/x"),
         ("estimate", "--config", "phi-4", "--context", "9", "--json", "/proc/x"),
     ],

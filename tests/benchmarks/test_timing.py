@@ -1,20 +1,23 @@
-"""One turn: clocks around the right calls, bytes by hand, masks counted, deadlines kept."""
+"""Clocks, bytes, masks and deadlines by hand; tokens as without what is measured."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks import clocks
-from benchmarks.clocks import (
+from benchmarks import timing
+from benchmarks.timing import (
     Deadline,
     Interval,
     OutOfTimeError,
     TimedPolicy,
-    TokenTimes,
+    compilations,
+    generate_timed,
+    take_turn,
     timed,
 )
-from benchmarks.turns import GPUMemory, MaskWatch, take_turn
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FastKV, GemFilter, SnapKV
 from tests.reference import random_tokens, tiny_model
@@ -43,8 +46,8 @@ def test_clock_stands_around_prefill_and_around_each_token(
         now += 7.0 if args[0].shape[1] == 43 else float(calls)
         calls += 1
 
-    monkeypatch.setattr(clocks.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(clocks.time, "process_time", lambda: 2 * now)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(timing.time, "process_time", lambda: 2 * now)
     with model.register_forward_pre_hook(forward, with_kwargs=True):
         turn = take_turn(model, prompt(43), policy, 4)
     assert turn.prefill == Interval(7000.0, 14000.0)
@@ -67,16 +70,14 @@ def test_masks_are_counted_layer_by_layer(implementation: str, prefill: int, dec
     with masks of their own that are made inside.
     """
     model = tiny_model("llama", seed=1, num_layers=4, attn_implementation=implementation)
-    masks = MaskWatch()
-    take_turn(model, prompt(43), FastKV(tsp_layer=1, tsp_rate=0.5), 3, masks=masks)
-    assert (masks.prefill, masks.decode) == (prefill, decode)
+    turn = take_turn(model, prompt(43), FastKV(tsp_layer=1, tsp_rate=0.5), 3, count_masks=True)
+    assert turn.masks == (prefill, decode)
 
 
 def test_masks_of_both_passes_of_a_restart_are_counted() -> None:
     model = tiny_model("llama", seed=1, num_layers=4, attn_implementation="eager")
-    masks = MaskWatch()
-    take_turn(model, prompt(43), GemFilter(filter_layer=2), 1, masks=masks)
-    assert masks.prefill == 3 + 3  # up to the filter layer, then all but the last
+    turn = take_turn(model, prompt(43), GemFilter(filter_layer=2), 1, count_masks=True)
+    assert turn.masks == (3 + 3, 0)  # up to the filter layer, then all but the last
 
 
 @pytest.mark.parametrize(
@@ -105,18 +106,13 @@ def test_deadline_ends_decoding_between_tokens() -> None:
     assert len(take_turn(model, prompt(43), SnapKV(), 50, deadline=deadline).decode) == 2
 
 
-def test_new_tokens_include_that_of_the_prefill() -> None:
-    model = tiny_model("llama", seed=1)
-    assert take_turn(model, prompt(43), None, 1).decode == ()
-
-
 def test_timed_policy_decides_as_the_policy_does_and_times_each_decision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny_model("llama", seed=1, num_layers=4)
     plain = FastKV(tsp_layer=1, retention_tokens=11, tsp_tokens=17)
     ticks = iter(range(100))
-    monkeypatch.setattr(clocks.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(ticks)))
     policy = TimedPolicy(plain, CPU)
     kept = []
     for each in (plain, policy):
@@ -131,16 +127,12 @@ def test_timed_policy_decides_as_the_policy_does_and_times_each_decision(
 def test_timed_policy_times_the_choice_of_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", seed=1, num_layers=4)
     ticks = iter(range(100))
-    monkeypatch.setattr(clocks.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(ticks)))
     policy = TimedPolicy(GemFilter(), CPU)
     cache = PolicyCache(policy)
     with cache.attached(model), torch.inference_mode():
         model(prompt(43), cache=cache)
     assert policy.total_ms() == 1000.0  # the choice; layers that keep all are not asked
-
-
-def test_timed_returns_what_came() -> None:
-    assert timed(CPU, lambda: 17)[0] == 17
 
 
 class FakeEvent:
@@ -172,8 +164,8 @@ def cuda_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_gpu_is_waited_for_before_both_readings_of_the_clock(
     cuda_log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clocks.time, "perf_counter", lambda: float(len(cuda_log)))
-    monkeypatch.setattr(clocks.time, "process_time", lambda: 0.0)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(len(cuda_log)))
+    monkeypatch.setattr(timing.time, "process_time", lambda: 0.0)
     result, interval = timed(torch.device("cuda"), lambda: cuda_log.append("run"))
     assert result is None
     assert cuda_log == ["wait", "event", "run", "event", "wait"]
@@ -202,13 +194,86 @@ def test_memory_of_a_gpu_is_the_peak_of_each_phase(
     model = tiny_model("llama", seed=1)
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     turn = take_turn(model, prompt(43), None, 2)
-    assert turn.memory == GPUMemory(before=100, prefill_peak=2000, decode_peak=300)
+    assert turn.memory == (100, 2000, 300)
     phase = ["wait", "forget", "wait", "event", "event", "wait"]
     assert cuda_log == phase + phase
     assert turn.prefill.device_ms == 1.0
 
 
-def test_steps_are_those_of_tokens_after_the_first() -> None:
-    clock = TokenTimes()
-    clock.seconds = [0.0, 1.0, 2.0, 3.0, 4.0, 4.5, 4.6, 4.8]  # a prompt, then seven tokens
-    assert clock.steps_ms(1 + 4) == pytest.approx([100.0, 200.0])
+# Answers of `generate`.
+
+POLICIES: dict[str, Any] = {
+    "full_context": None,
+    "fastkv": FastKV(tsp_rate=0.2, retention_rate=0.1),
+    "snapkv": SnapKV(0.1),
+    "gemfilter": GemFilter(retention_rate=0.1),
+}
+
+
+@pytest.fixture
+def model() -> Iterator[PreTrainedModel]:
+    with timing.fresh_compiler():
+        yield tiny_model("llama", seed=1, num_layers=4)
+
+
+@pytest.mark.parametrize("name", ["full_context", "fastkv", "snapkv", "gemfilter"])
+def test_tokens_are_those_of_an_uncompiled_generate(model: PreTrainedModel, name: str) -> None:
+    policy, given = POLICIES[name], prompt(43)
+    before, _ = compilations()
+    warm_up = generate_timed(model, given, policy, 5, room=9)
+    warm, _ = compilations()
+    answer = generate_timed(model, given, policy, 9, room=9)
+    assert warm - before == 1  # the prompt is not compiled, nor what is seen twice
+    assert compilations()[0] == warm
+    cache: Any = DynamicCache(config=model.config) if policy is None else PolicyCache(policy)
+    plain = model.generate(given, cache=cache, max_new_tokens=9, do_sample=False)
+    assert len(answer.tokens.unique()) > 2
+    assert torch.equal(answer.tokens, plain[:, 43:])
+    assert torch.equal(warm_up.tokens, plain[:, 43:48])
+    assert (len(warm_up.decode_ms), len(answer.decode_ms)) == (4, 8)
+    assert answer.peak_bytes is None
+
+
+def test_a_token_is_from_one_reading_of_the_clock_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    readings = iter([3.0, 10.0, 11.0, 13.0])
+
+    def read() -> float:
+        log.append("read")
+        return next(readings)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("wait"))
+    monkeypatch.setattr(timing.time, "perf_counter", read)
+    clock = timing._TokenClock(torch.device("cuda"), None, lambda: log.append("prefill over"))
+    for value in ([[7, 8, 9]], [1], [2], [3]):
+        clock.put(torch.tensor(value))
+    assert clock.steps() == [7.0, 1.0, 2.0]
+    assert [int(token) for token in clock.tokens] == [1, 2, 3]
+    waited = ["wait", "read"]
+    assert log == [*waited, *waited, "prefill over", *waited, *waited]
+
+
+@pytest.mark.parametrize("name", ["full_context", "fastkv"])
+def test_a_deadline_ends_a_prefill(model: PreTrainedModel, name: str) -> None:
+    asked = iter(range(100))
+    deadline = Deadline(3.5, lambda: float(next(asked)))  # the prompt's start and two layers
+    with pytest.raises(OutOfTimeError):
+        generate_timed(model, prompt(43), POLICIES[name], 6, room=6, deadline=deadline)
+    assert layer_hooks(model) == 0
+    assert generate_timed(model, prompt(43), POLICIES[name], 6, room=6).tokens.shape == (1, 6)
+
+
+def test_a_deadline_ends_decoding_between_tokens(model: PreTrainedModel) -> None:
+    asked = iter(range(100))
+    deadline = Deadline(7.5, lambda: float(next(asked)))  # start, 4 layers, then tokens at 6, 7, 8
+    answer = generate_timed(model, prompt(43), None, 50, room=50, deadline=deadline)
+    assert (answer.tokens.shape, len(answer.decode_ms)) == ((1, 3), 2)
+
+
+def test_on_a_gpu_generate_is_told_nothing_of_compiling() -> None:
+    assert timing.compile_config(torch.device("cuda")) is None
+    config = timing.compile_config(CPU)
+    assert config is not None
+    assert (config.backend, config._compile_all_devices) == ("eager", True)

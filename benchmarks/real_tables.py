@@ -1,0 +1,278 @@
+"""Write the tables of `benchmarks/results/real.json` into the pages that quote them, and a picture.
+
+A page has a comment such as ``<!-- real: answers smollm2 needles 1000 -->`` and, below the table,
+``<!-- end -->``; what is between them is written by ``python -m benchmarks.real_tables``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.evaluation.pictures import new_figure, png
+from kvpolicy.evaluation.scoring import FULL
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks/results/real.json"
+PAGES = (ROOT / "docs/results.md",)
+PICTURE = ROOT / "docs/real.png"
+# Of the picture: methods that people know, and the one that stands apart.
+SHOWN = ("replaykv", "kvzip", "criticalkv", "snapkv", "fastkv", "keydiff", "streamingllm")
+_MARK = re.compile(r"(<!-- real: (\w+) (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+_COLOURS = ("#08519c", "#6a51a3", "#31a354", "#e6550d", "#a63603", "#7f7f7f", "#bdbdbd")
+
+
+class Rows:
+    """The rows of one cell, by policy, budget and kind of question.
+
+    Args:
+        cell: Its entry in the file of results.
+    """
+
+    def __init__(self, cell: Mapping[str, Any]) -> None:
+        self.prompts: int = cell["prompts"]
+        self.times: dict[str, Any] = cell.get("times", {})
+        self._rows = {}
+        self.unset: dict[str, dict[str, Any]] = {}  # policies whose rule has no budget
+        for row in cell["rows"]:
+            name, _, rate = row["policy"].rpartition(" ")
+            if row["policy"] == FULL:
+                self._rows[FULL, 1.0, row["kind"]] = row
+            elif name:
+                self._rows[name, float(rate), row["kind"]] = row
+            elif row["kind"] == "all":
+                self.unset[row["policy"]] = row
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of questions, or ``all`` where there is one."""
+        found = list(dict.fromkeys(kind for _, _, kind in self._rows if kind != "all"))
+        return found or ["all"]
+
+    @property
+    def rates(self) -> list[float]:
+        """The budgets."""
+        return sorted({rate for name, rate, _ in self._rows if name != FULL})
+
+    @property
+    def names(self) -> list[str]:
+        """The policies, those with most right answers at 20% first, or with least lost."""
+        names = {name for name, _, _ in self._rows if name != FULL}
+        return sorted(names, key=lambda name: (-self._rank(name), name))
+
+    def row(self, name: str, rate: float, kind: str = "all") -> dict[str, Any] | None:
+        """Return a row; None if it was not measured."""
+        return self._rows.get((name, 1.0 if name == FULL else rate, kind))
+
+    def right(self, name: str, rate: float, kind: str = "all") -> float | None:
+        """Return the percentage of right answers."""
+        row = self.row(name, rate, kind)
+        return None if row is None or row["score"] is None else 100 * row["score"]
+
+    def lost(self, name: str, rate: float, kind: str = "all") -> float | None:
+        """Return the nats that a token of the right answer lost against full context."""
+        row, full = self.row(name, rate, kind), self.row(FULL, 1.0, kind)
+        return None if row is None or full is None else full["log_prob"] - row["log_prob"]
+
+    def _rank(self, name: str) -> float:
+        rate = 0.2 if 0.2 in self.rates else self.rates[-1]
+        right = self.right(name, rate)
+        return -(self.lost(name, rate) or 0.0) if right is None else right
+
+
+def found_cells(data: Mapping[str, Any], model: str, task: str, tokens: str) -> dict[str, Rows]:
+    """Return the cells of a task that are there: ``known`` and ``later``."""
+    names = {way: f"{model} {task} {tokens} {way}" for way in ("known", "later")}
+    return {way: Rows(data["cells"][name]) for way, name in names.items() if name in data["cells"]}
+
+
+def answers(data: Mapping[str, Any], model: str, task: str, tokens: str) -> str:
+    """Return a table of right answers in percent, by budget, and the time of prefill."""
+    ways = found_cells(data, model, task, tokens)
+    times = next(iter(ways.values())).times
+    header = [
+        "policy",
+        *(f"{way}, {100 * rate:g}%" for way, it in ways.items() for rate in it.rates),
+    ]
+    lines = []
+    for name in [FULL, *next(iter(ways.values())).names]:
+        cells = [_percent(it.right(name, rate)) for it in ways.values() for rate in it.rates]
+        if times:
+            ratio = times.get(name, {}).get("prefill_cpu")
+            cells.append("" if ratio is None else f"{ratio:.2f}")
+        lines.append([_shown(name), *cells])
+    prompts = ", ".join(f"{it.prompts} ({way})" for way, it in ways.items())
+    said = [f"Prompts: {prompts}."]
+    for way, it in ways.items():
+        own = [
+            f"`{name}` {_percent(100 * row['score'])} (keeps {100 * row['held']:.0f}%)"
+            for name, row in it.unset.items()
+        ]
+        said += [f"Without a budget, {way}: {', '.join(own)}."] if own else []
+    header += ["prefill time"] if times else []
+    return f"{_table(header, lines)}\n\n{' '.join(said)}"
+
+
+def kinds(self) -> list[str]:
+        """The kinds of questions, or ``all`` where there is one."""
+        found = list(dict.fromkeys(kind for _, _, kind in self._rows if kind != "all"))
+        return found or ["all"]
+
+    @property
+    def rates(self) -> list[float]:
+        """The budgets."""
+        return sorted({rate for name, rate, _ in self._rows if name != FULL})
+
+    @property
+    def names(self) -> list[str]:
+        """The policies, those with most right answers at 20% first, or with least lost."""
+        names = {name for name, _, _ in self._rows if name != FULL}
+        return sorted(names, key=lambda name: (-self._rank(name), name))
+
+    def row(self, name: str, rate: float, kind: str = "all") -> dict[str, Any] | None:
+        """Return a row; None if it was not measured."""
+        return self._rows.get((name, 1.0 if name == FULL else rate, kind))
+
+    def right(self, name: str, rate: float, kind: str = "all") -> float | None:
+        """Return the percentage of right answers."""
+        row = self.row(name, rate, kind)
+        return None if row is None or row["score"] is None else 100 * row["score"]
+
+    def lost(self, name: str, rate: float, kind: str = "all") -> float | None:
+        """Return the nats that a token of the right answer lost against full context."""
+        row, full = self.row(name, rate, kind), self.row(FULL, 1.0, kind)
+        return None if row is None or full is None else full["log_prob"] - row["log_prob"]
+
+    def _rank(self, name: str) -> float:
+        rate = 0.2 if 0.2 in self.rates else self.rates[-1]
+        right = self.right(name, rate)
+        return -(self.lost(name, rate) or 0.0) if right is None else right
+
+
+def found_cells(data: Mapping[str, Any], model: str, task: str, tokens: str) -> dict[str, Rows]:
+    """Return the cells of a task that are there: ``known`` and ``later``."""
+    names = {way: f"{model} {task} {tokens} {way}" for way in ("known", "later")}
+    return {way: Rows(data["cells"][name]) for way, name in names.items() if name in data["cells"]}
+
+
+def answers(data: Mapping[str, Any], model: str, task: str, tokens: str) -> str:
+    """Return a table of right answers in percent, by budget, and the time of prefill."""
+    ways = found_cells(data, model, task, tokens)
+    times = next(iter(ways.values())).times
+    header = [
+        "policy",
+        *(f"{way}, {100 * rate:g}%" for way, it in ways.items() for rate in it.rates),
+    ]
+    lines = []
+    for name in [FULL, *next(iter(ways.values())).names]:
+        cells = [_percent(it.right(name, rate)) for it in ways.values() for rate in it.rates]
+        if times:
+            ratio = times.get(name, {}).get("prefill_cpu")
+            cells.append("" if ratio is None else f"{ratio:.2f}")
+        lines.append([_shown(name), *cells])
+    prompts = ", ".join(f"{it.prompts} ({way})" for way, it in ways.items())
+    return (
+        f"{_table([*header, *(['prefill time'] if times else [])], lines)}\n\nPrompts: {prompts}."
+    )
+
+
+def kinds(data: Mapping[str, Any], model: str, task: str, tokens: str, rate: str) -> str:
+    """Return a table of right answers in percent by kind of question, at one budget."""
+    ways = found_cells(data, model, task, tokens)
+    first = next(iter(ways.values()))
+    header = ["policy", *(f"{way}, {kind}" for way, it in ways.items() for kind in it.kinds)]
+    lines = [
+        [
+            _shown(name),
+            *(
+                _percent(it.right(name, float(rate), kind))
+                for it in ways.values()
+                for kind in it.kinds
+            ),
+        ]
+        for name in [FULL, *first.names]
+    ]
+    return _table(header, lines)
+
+
+def lost(data: Mapping[str, Any], model: str, tokens: str, rate: str, *tasks: str) -> str:
+    """Return a table of the nats that each token of the right answer lost, by task."""
+    columns = {
+        f"{task.replace('_', ' ')}, {way}": it
+        for task in tasks
+        for way, it in found_cells(data, model, task, tokens).items()
+    }
+    names = dict.fromkeys(name for it in columns.values() for name in it.names)
+    lines = []
+    for name in names:
+        cells = [it.lost(name, float(rate)) for it in columns.values()]
+        lines.append([_shown(name), *("" if each is None else f"{each:.2f}" for each in cells)])
+    return _table(["policy", *columns], lines)
+
+
+TABLES = {each.__name__: each for each in (answers, kinds, lost)}
+
+
+def written(page: str, data: Mapping[str, Any]) -> str:
+    """Return a page with its tables as the results have them."""
+
+    def replaced(found: re.Match[str]) -> str:
+        table = TABLES[found[2]](data, *found[3].split())
+        return f"{found[1]}\n{table}\n\n{found[4]}"
+
+    return _MARK.sub(replaced, page)
+
+
+def picture(data: Mapping[str, Any], model: str, task: str, tokens: str) -> bytes:
+    """Draw right answers against what is kept, for the question known and asked later."""
+    ways = found_cells(data, model, task, tokens)
+    figure = new_figure(9.0, 10)
+    titles = {"known": "the question is known", "later": "the question comes later"}
+    panels = figure.subplots(1, len(ways), sharey=True, squeeze=False)[0]
+    for axes, (way, rows) in zip(panels, ways.items(), strict=True):
+        for name, colour in zip(SHOWN, _COLOURS, strict=True):
+            points = [(100 * rate, rows.right(name, rate)) for rate in rows.rates]
+            there = [(rate, right) for rate, right in points if right is not None]
+            axes.plot(*zip(*there, strict=True), "o-", color=colour, label=name, linewidth=1.8)
+        full = rows.right(FULL, 1.0)
+        axes.axhline(full, color="black", linestyle=":", linewidth=1, label="full context")
+        axes.set_xscale("log")
+        ticks = [100 * rate for rate in rows.rates]
+        axes.set_xticks(ticks, [f"{each:g}" for each in ticks])
+        axes.minorticks_off()
+        axes.set_title(f"{titles[way]} ({rows.prompts} prompts)", fontsize=10)
+        axes.set_xlabel("% of keys and values kept")
+        axes.set_ylim(-3, 103)
+        axes.grid(color="#eeeeee")
+    panels[0].set_ylabel("right answers, %")
+    panels[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return png(figure)
+
+
+def _shown(name: str) -> str:
+    return name if name == FULL else f"`{name}`"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(
+        f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *lines)
+    )
+
+
+def main() -> None:
+    """Write the tables and the picture."""
+    data = json.loads(RESULT.read_text())
+    for page in PAGES:
+        page.write_text(written(page.read_text(), data))
+    PICTURE.write_bytes(picture(data, "smollm2", "needles", "1000"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Tables of real models in the pages: as the file of results has them."""
+
+import json
+
+import pytest
+
+from benchmarks import real_tables
+
+DATA = {
+    "cells": {
+        f"m t 9 {way}": {
+            "prompts": 8,
+            "times": {"full context": {"prefill_cpu": 1.0}, "a": {"prefill_cpu": 0.5}},
+            "rows": [
+                {
+                    "policy": policy,
+                    "kind": kind,
+                    "score": score,
+                    "log_prob": log_prob,
+                    "held": 0.5,
+                }
+                for policy, score, log_prob in (
+                    ("full context", 1.0, -0.5),
+                    ("b 0.1", 0.25, -2.0),
+                    ("b 0.2", 0.5, -1.0),
+                    ("a 0.2", 0.75, -0.625),
+                    ("own", 0.5, -1.5),
+                )
+                for kind in ("all", "word")
+            ],
+        }
+        for way in ("known", "later")
+    }
+}
+
+
+def test_tables_by_hand() -> None:
+    assert real_tables.answers(DATA, "m", "t", "9").splitlines() == [
+        "| policy | known, 10% | known, 20% | later, 10% | later, 20% | prefill time |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| full context | 100 | 100 | 100 | 100 | 1.00 |",
+        "| `a` |  | 75 |  | 75 | 0.50 |",
+        "| `b` | 25 | 50 | 25 | 50 |  |",
+        "",
+        "Prompts: 8 (known), 8 (later). Without a budget, known: `own` 50 (keeps 50%). Without a "
+        "budget, later: `own` 50 (keeps 50%).",
+    ]
+    assert real_tables.kinds(DATA, "m", "t", "9", "0.2").splitlines()[2:] == [
+        "| full context | 100 | 100 |",
+        "| `a` | 75 | 75 |",
+        "| `b` | 50 | 50 |",
+    ]
+    assert real_tables.lost(DATA, "m", "9", "0.2", "t", "none").splitlines() == [
+        "| policy | t, known | t, later |",
+        "| --- | --- | --- |",
+        "| `a` | 0.12 | 0.12 |",
+        "| `b` | 0.50 | 0.50 |",
+    ]
+
+
+def test_a_page_is_filled_between_its_marks() -> None:
+    page = "A\n<!-- real: lost m 9 0.1 t -->\nold\n<!-- end -->\nB\n"
+    found = real_tables.written(page, DATA)
+    assert found.startswith("A\n<!-- real: lost m 9 0.1 t -->\n\n| policy |")
+    assert "| `b` | 1.50 | 1.50 |\n\n<!-- end -->\nB\n" in found
+    assert "old" not in found
+    assert real_tables.written(found, DATA) == found
+
+
+@pytest.mark.parametrize("page", real_tables.PAGES)
+def test_pages_are_as_measured(page: object) -> None:
+    text = real_tables.PAGES[0].read_text()
+    assert "<!-- real: " in text
+    assert real_tables.written(text, json.loads(real_tables.RESULT.read_text())) == text
+
+
+def test_the_picture_is_drawn() -> None:
+    data = json.loads(real_tables.RESULT.read_text())
+    drawn = real_tables.picture(data, "smollm2", "needles", "1000")
+    assert drawn.startswith(b"\x89PNG")
