@@ -116,69 +116,6 @@ def answers(data: Mapping[str, Any], model: str, task: str, tokens: str) -> str:
     return f"{_table(header, lines)}\n\n{' '.join(said)}"
 
 
-def kinds(self) -> list[str]:
-        """The kinds of questions, or ``all`` where there is one."""
-        found = list(dict.fromkeys(kind for _, _, kind in self._rows if kind != "all"))
-        return found or ["all"]
-
-    @property
-    def rates(self) -> list[float]:
-        """The budgets."""
-        return sorted({rate for name, rate, _ in self._rows if name != FULL})
-
-    @property
-    def names(self) -> list[str]:
-        """The policies, those with most right answers at 20% first, or with least lost."""
-        names = {name for name, _, _ in self._rows if name != FULL}
-        return sorted(names, key=lambda name: (-self._rank(name), name))
-
-    def row(self, name: str, rate: float, kind: str = "all") -> dict[str, Any] | None:
-        """Return a row; None if it was not measured."""
-        return self._rows.get((name, 1.0 if name == FULL else rate, kind))
-
-    def right(self, name: str, rate: float, kind: str = "all") -> float | None:
-        """Return the percentage of right answers."""
-        row = self.row(name, rate, kind)
-        return None if row is None or row["score"] is None else 100 * row["score"]
-
-    def lost(self, name: str, rate: float, kind: str = "all") -> float | None:
-        """Return the nats that a token of the right answer lost against full context."""
-        row, full = self.row(name, rate, kind), self.row(FULL, 1.0, kind)
-        return None if row is None or full is None else full["log_prob"] - row["log_prob"]
-
-    def _rank(self, name: str) -> float:
-        rate = 0.2 if 0.2 in self.rates else self.rates[-1]
-        right = self.right(name, rate)
-        return -(self.lost(name, rate) or 0.0) if right is None else right
-
-
-def found_cells(data: Mapping[str, Any], model: str, task: str, tokens: str) -> dict[str, Rows]:
-    """Return the cells of a task that are there: ``known`` and ``later``."""
-    names = {way: f"{model} {task} {tokens} {way}" for way in ("known", "later")}
-    return {way: Rows(data["cells"][name]) for way, name in names.items() if name in data["cells"]}
-
-
-def answers(data: Mapping[str, Any], model: str, task: str, tokens: str) -> str:
-    """Return a table of right answers in percent, by budget, and the time of prefill."""
-    ways = found_cells(data, model, task, tokens)
-    times = next(iter(ways.values())).times
-    header = [
-        "policy",
-        *(f"{way}, {100 * rate:g}%" for way, it in ways.items() for rate in it.rates),
-    ]
-    lines = []
-    for name in [FULL, *next(iter(ways.values())).names]:
-        cells = [_percent(it.right(name, rate)) for it in ways.values() for rate in it.rates]
-        if times:
-            ratio = times.get(name, {}).get("prefill_cpu")
-            cells.append("" if ratio is None else f"{ratio:.2f}")
-        lines.append([_shown(name), *cells])
-    prompts = ", ".join(f"{it.prompts} ({way})" for way, it in ways.items())
-    return (
-        f"{_table([*header, *(['prefill time'] if times else [])], lines)}\n\nPrompts: {prompts}."
-    )
-
-
 def kinds(data: Mapping[str, Any], model: str, task: str, tokens: str, rate: str) -> str:
     """Return a table of right answers in percent by kind of question, at one budget."""
     ways = found_cells(data, model, task, tokens)

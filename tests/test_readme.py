@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import BASELINE, read_json
-from kvpolicy.evaluation.comparison.speed import Speed
+from kvpolicy.evaluation.comparison.times import Ratio
 from kvpolicy.integrations.transformers.model.tested import TESTED
 from kvpolicy.registry import registered
 from tests.integrations.model.builds.catalogue import builds
@@ -100,7 +100,7 @@ def speed_of(rows: list[dict[str, Any]], name: str, context: int, phase: str) ->
     """As the tables have it: a median, marked where its rounds disagree or are few."""
     at = {row["policy"]: row for row in rows if row["context"] == context}
     times = zip(at[name][f"{phase}_ms"], at[BASELINE][f"{phase}_ms"], strict=True)
-    return Speed(tuple(theirs / ours for ours, theirs in times)).text.removeprefix("x")
+    return Ratio(tuple(theirs / ours for ours, theirs in times)).text
 
 
 def test_the_tables_of_results_are_those_of_the_files() -> None:
