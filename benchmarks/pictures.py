@@ -55,7 +55,6 @@ def gpu_picture(record: dict[str, Any]) -> bytes:
 
 
 def methods_picture(record: dict[str, Any]) -> bytes:
-    """Draw the methods' speed-ups on the processor; unsteady values are marked."""
     before = {
         row["context"]: row
         for row in record["rows"]
