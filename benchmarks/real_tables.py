@@ -17,7 +17,7 @@ from kvpolicy.evaluation.scoring import FULL
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/real.json"
-PAGES = (ROOT / "docs/results.md",)
+PAGES = (ROOT / "docs/results.md", *sorted((ROOT / "docs/methods").glob("*.md")))
 PICTURE = ROOT / "docs/real.png"
 # Of the picture: methods that people know, and the one that stands apart.
 SHOWN = ("replaykv", "kvzip", "criticalkv", "snapkv", "fastkv", "keydiff", "streamingllm")
@@ -150,7 +150,20 @@ def lost(data: Mapping[str, Any], model: str, tokens: str, rate: str, *tasks: st
     return _table(["policy", *columns], lines)
 
 
-TABLES = {each.__name__: each for each in (answers, kinds, lost)}
+def method(data: Mapping[str, Any], name: str, *others: str) -> str:
+    """Return a small table for a method's page, with full context and perhaps other methods."""
+    ways = found_cells(data, "smollm2", "needles", "1000")
+    header, lines = ["right answers, %"], [[_shown(each)] for each in (FULL, name, *others)]
+    for way, it in ways.items():
+        for rate in (0.1, 0.2):
+            header.append(f"{way}, {100 * rate:g}% kept")
+            for line, each in zip(lines, (FULL, name, *others), strict=True):
+                own = it.unset.get(each)
+                line.append(_percent(it.right(each, rate) if own is None else 100 * own["score"]))
+    return _table(header, lines)
+
+
+TABLES = {each.__name__: each for each in (answers, kinds, lost, method)}
 
 
 def written(page: str, data: Mapping[str, Any]) -> str:
@@ -207,7 +220,7 @@ def main() -> None:
     """Write the tables and the picture."""
     data = json.loads(RESULT.read_text())
     for page in PAGES:
-        page.write_text(written(page.read_text(), data))
+        page.write_text(written(page.read_text(encoding="utf-8"), data), encoding="utf-8")
     PICTURE.write_bytes(picture(data, "smollm2", "needles", "1000"))
 
 
