@@ -21,7 +21,6 @@ from kvpolicy.evaluation.commands.export import export
 from kvpolicy.evaluation.commands.generate import generate
 from kvpolicy.evaluation.commands.options import with_options
 from kvpolicy.evaluation.commands.policies import policies
-from kvpolicy.evaluation.commands.report import report
 from kvpolicy.evaluation.commands.serve_check import serve_check
 from kvpolicy.names import said
 
@@ -36,12 +35,22 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     export,
     generate,
     policies,
-    report,
     serve_check,
 )
 
 # Those that are written as plain functions.
-PLAIN = (analyze, calibrate, check, compare, estimate, export, generate, policies, serve_check)
+PLAIN = (
+    analyze,
+    calibrate,
+    check,
+    compare,
+    estimate,
+    eval,
+    export,
+    generate,
+    policies,
+    serve_check,
+)
 
 app = typer.Typer(
     name="kvpolicy",

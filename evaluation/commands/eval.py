@@ -1,36 +1,138 @@
-"""Run `kvpolicy eval`: policies on the tasks of lm-evaluation-harness."""
+"""Run `kvpolicy eval`: policies on tasks of lm-evaluation-harness, into a folder of results."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import attrs
+from kvpolicy.evaluation.commands.shared import (
+    BeyondPositions,
+    Device,
+    Dtype,
+    ModelName,
+    Option,
+    Threads,
+    with_policies,
+)
+from kvpolicy.evaluation.policy_options import PolicyOptions, split_names
 
-from kvpolicy.evaluation.commands.working import work
-from kvpolicy.evaluation.options import TSP_LAYER, Option, PolicyOptions
-from kvpolicy.evaluation.suite.settings import Settings
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
-@attrs.frozen(kw_only=True)
-class EvalOptions:
-    """The command-line options of `kvpolicy eval`."""
-
-    settings: Settings
-    policies: PolicyOptions
-    tsp_layer: Annotated[int | None, TSP_LAYER] = None
+@with_policies
+def eval(
+    *,
+    tasks: Annotated[
+        list[str],
+        Option(
+            "--tasks", "-t", metavar="NAMES", help="Tasks, groups or tags of lm-evaluation-harness."
+        ),
+    ],
+    lengths: Annotated[
+        str, Option(metavar="N,N", help="Prompt lengths, for tasks made for one, as in RULER.")
+    ] = "4096",
+    limit: Annotated[
+        int | None, Option(min=1, metavar="N", help="Documents of each task and length.")
+    ] = None,
+    later: Annotated[
+        bool, Option("--later", help="Policies choose before they know the question.")
+    ] = False,
+    include: Annotated[
+        list[Path] | None, Option(metavar="DIR", help="Folder of your own tasks; repeatable.")
+    ] = None,
+    chat: Annotated[
+        bool, Option("--chat", help="Each prompt is the user's turn of a chat.")
+    ] = False,
+    batch_size: Annotated[int, Option(min=1, metavar="N", help="Prompts read at once.")] = 1,
+    model: ModelName = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    beyond_positions: BeyondPositions = False,
+    threads: Threads = None,
     out: Annotated[
-        Path,
-        Option("Folder for the results; an existing one is continued, or extended.", metavar="DIR"),
-    ]
+        Path, Option(metavar="DIR", help="Folder of the results, new or to be continued.")
+    ],
+    policies: PolicyOptions,
+) -> None:
+    """Score policies on tasks, at several prompt lengths, against full context.
 
-
-def eval(options: EvalOptions) -> None:
-    """Score policies on long-context tasks, at several prompt lengths, against full context.
-
-    Each sample is written to samples.jsonl once it is answered. Run the same command again to
-    continue after an interruption. Run it with other policies, tasks, lengths or a larger --limit
-    to add to the folder. kvpolicy report turns the folder into a page. Without --policy, FastKV is
-    used.
+    What is answered is kept. Run the same command again to continue after an interruption, or
+    another one to add policies, tasks, lengths or documents. Default policy: FastKV, keeping 10%.
     """
-    work("eval", options)
+    names = split_names(tasks, "--tasks")
+    wanted = _lengths(lengths)
+    for folder in include or ():
+        if not folder.is_dir():
+            raise ValueError(f"--include must be a folder, got {folder}")
+
+    import attrs
+    import torch
+
+    from kvpolicy.evaluation.chosen import chosen_variants
+    from kvpolicy.evaluation.commands.terminal import load_shown, plain_console, progress_shown
+    from kvpolicy.evaluation.extras import require
+    from kvpolicy.evaluation.results import check_threads, default_threads
+    from kvpolicy.evaluation.variant import variants
+
+    require("lm_eval", extra="eval")
+    require("matplotlib", extra="plot")
+
+    from kvpolicy.evaluation.suite.answering import answering_model, check_prompts, fill
+    from kvpolicy.evaluation.suite.folder import (
+        FULL_CONTEXT,
+        check_same,
+        read_settings,
+        settings_of,
+    )
+    from kvpolicy.evaluation.suite.tasks import How, find_tasks, make_prompts
+
+    if not (policies.names or policies.parts):
+        policies = attrs.evolve(policies, names=("fastkv",))
+    found = [*variants([FULL_CONTEXT]), *chosen_variants(policies, (0.1,))]
+    chosen = [*{each.label: each for each in found}.values()]
+    threads = threads or (read_settings(out) or {}).get("threads")
+    folders = find_tasks(names, include or ())
+    torch.set_num_threads(default_threads() if threads is None else check_threads(threads))
+    loaded = load_shown(model, dtype=dtype, device=device)
+    if chat and not getattr(loaded.tokenizer, "chat_template", None):
+        raise ValueError(f"--chat needs a model with a chat template, got {loaded.name}")
+    how = How(wanted, limit, later, chat, batch_size, beyond_positions)
+    settings = settings_of(loaded, chat=chat, batch_size=batch_size)
+    check_same(out, settings)
+    console = plain_console()
+    with progress_shown(console) as progress:
+        progress("making prompts", 0, 1)
+        lm = answering_model(loaded, None, how)
+        prompts = make_prompts(folders, how, lm)
+        check_prompts(loaded, prompts, chosen, how, lm)
+        try:
+            for line in fill(out, settings, loaded, prompts, chosen, how, progress):
+                console.print(line)
+                console.file.flush()
+        except KeyboardInterrupt:
+            console.print(f"stopped; the same command continues with {out}")
+            raise
+        finally:
+            _show(out, console)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    parts = [each.strip() for each in text.split(",")]
+    if not all(each.isdecimal() and int(each) for each in parts):
+        raise ValueError(f"--lengths must be numbers of tokens, such as 4096,8192, got {text!r}")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _show(folder: Path, console: Console) -> None:
+    """Print the table of all that a folder holds, and write it and the picture beside it."""
+    from kvpolicy.evaluation.results import write_all
+    from kvpolicy.evaluation.suite.folder import FILES, load_cells
+    from kvpolicy.evaluation.suite.table import csv_text, lines_of, markdown, plot_rows, rows_of
+
+    rows = rows_of(load_cells(folder))
+    if rows:
+        console.print("\n".join(["", *lines_of(rows)]))
+        contents = (markdown(rows).encode(), csv_text(rows).encode(), plot_rows(rows))
+        write_all(folder, dict(zip(FILES, contents, strict=True)))
+        console.print(f"written to {folder}: {', '.join(FILES)}")

@@ -1,197 +1,174 @@
-"""Read and write a results folder: its settings, and a line for every finished sample.
+"""Keep what was answered in a folder: a file of settings, and a file for each cell.
 
-``settings.json`` says what was asked for, of which model and on what; ``samples.jsonl`` has a line
-a sample, written whole and at once, so that a kill loses what was being asked and no more. A run
-that asks for other policies, tasks, lengths or more samples extends a folder; one of another model
-or on another machine is refused.
+A cell is a task at one length under one policy. Its file is replaced as a whole whenever more of it
+is answered, so that a kill loses what was being asked and no more.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import attrs
-from filelock import FileLock, Timeout
 
-from kvpolicy.evaluation.results import check_folder, write_all
-from kvpolicy.evaluation.suite.description import Description
-from kvpolicy.evaluation.suite.sample import Cell, Sample
+from kvpolicy.evaluation.models import Loaded
+from kvpolicy.evaluation.results import as_json, check_folder, environment, write_all
 
-SETTINGS, SAMPLES, LOCK = "settings.json", "samples.jsonl", ".lock"
-
-
-@attrs.frozen
-class Source:
-    """A folder from which results were read.
-
-    Args:
-        folder: The folder.
-        description: What it is of.
-        samples: How many finished samples it holds.
-    """
-
-    folder: Path
-    description: Description
-    samples: int
+SETTINGS, CELLS = "settings.json", "cells"
+FILES = ("table.md", "table.csv", "picture.png")
+FULL_CONTEXT = "full_context"
+FORMAT = 1
 
 
 @attrs.frozen
-class Results:
-    """The description and all samples read from a folder of results, or from several.
+class Sample:
+    """The answer to one document, with a hash of its prompt, its scores and `RequestCosts`.
 
-    Args:
-        description: What it is of.
-        samples: All finished samples, in the order in which they were finished.
-        sources: The folders.
+    The task's main metric is the first score. Costs are the largest request's; seconds are of all.
     """
 
-    description: Description
-    samples: tuple[Sample, ...]
-    sources: tuple[Source, ...] = ()
+    document: int
+    prompt: str
+    answers: list[str]
+    scores: dict[str, float]
+    tokens_seen: int
+    tokens_kept: float
+    bytes_held: int
+    prefill_seconds: float
+    total_seconds: float
 
-    def by_cell(self) -> dict[Cell, list[Sample]]:
-        """Return the finished samples of each cell, keyed by document."""
-        found: dict[Cell, list[Sample]] = {cell: [] for cell in self.description.expected}
-        for sample in sorted(self.samples, key=lambda sample: sample.document):
-            found[sample.cell].append(sample)
-        return found
+
+@attrs.frozen
+class Cell:
+    """A task at one length (None: its own) under a policy (``method`` is its label)."""
+
+    task: str
+    length: int | None
+    later: bool
+    method: str
+    policy: str
+    samples: tuple[Sample, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.place}, {self.method}"
+
+    @property
+    def place(self) -> str:
+        """The task, its length and when its question is asked, in words."""
+        length = "" if self.length is None else f", {self.length:,} tokens"
+        return f"{self.task}{length}{', asked later' if self.later else ''}"
+
+    @property
+    def file(self) -> str:
+        """The name of its file."""
+        asked = "later" if self.later else "with"
+        name = f"{self.task}.{self.length or 'own'}.{asked}.{self.method}.json"
+        return re.sub(r"[^\w.,@-]+", "_", name)
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Its place in a table: full context first, lengths and retentions in ascending order."""
+        name, _, kept = self.method.partition(" ")
+        budget = float(kept.split()[0]) if kept else 0.0
+        return self.task, self.later, self.length or 0, self.method != FULL_CONTEXT, name, budget
+
+    @property
+    def metric(self) -> str:
+        """The name of the main metric."""
+        return next(iter(self.samples[0].scores))
+
+    @property
+    def mean(self) -> float:
+        """The mean of the main metric."""
+        return fmean(each.scores[self.metric] for each in self.samples)
 
 
-def load(folder: Path | str) -> Results:
-    """Read a folder of results, finished or not, without changing it.
+def load_cells(folder: Path) -> list[Cell]:
+    """Read all cells of a folder, in the order of a table; a damaged one is a ValueError."""
+    found = [_read_cell(file) for file in (folder / CELLS).glob("*.json")]
+    return sorted(found, key=lambda cell: cell.order)
 
-    Args:
-        folder: As `kvpolicy eval` wrote it.
 
-    Raises:
-        ValueError: It is none, or its files are not what was written.
-    """
-    folder = Path(folder)
-    file = folder / SETTINGS
-    if not file.is_file():
-        raise ValueError(
-            f"results must be a folder that kvpolicy eval has written, got {folder}, which has no "
-            f"{SETTINGS}"
-        )
+def _read_cell(file: Path) -> Cell:
     try:
-        description = Description.from_json(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
-    samples = tuple(_read_samples(folder / SAMPLES, description))
-    return Results(description, samples, (Source(folder, description, len(samples)),))
-
-
-class Folder:
-    """An open folder of results, to which only one process at a time adds samples.
-
-    Args:
-        path: The folder.
-        samples: Those it held when it was opened.
-        description: What it is of when this run is finished.
-        asked: How many samples this run asks for in each cell.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        samples: Sequence[Sample],
-        description: Description,
-        asked: Mapping[Cell, int],
-    ) -> None:
-        self.path = path
-        self.samples = samples
-        self.description = description
-        self.asked = asked
-
-    def begin(self) -> None:
-        """Record what is asked, before the first sample of this run is appended."""
-        file, content = self.path / SETTINGS, self.description.to_json().encode()
-        if not file.exists() or file.read_bytes() != content:
-            write_all(self.path, {SETTINGS: content})
-
-    def append(self, samples: Sequence[Sample]) -> None:
-        """Append finished samples to the results file, one line each, and flush to disk."""
-        with (self.path / SAMPLES).open("ab") as file:
-            file.write("".join(sample.to_line() for sample in samples).encode())
-            file.flush()
-            os.fsync(file.fileno())
-
-
-@contextmanager
-def opened(path: Path, description: Description) -> Iterator[Folder]:
-    """Lock a folder of results, new or to be extended, so that only this process fills it.
-
-    A last line that was not written to its end is cut off; no finished sample is touched.
-
-    Raises:
-        ValueError: The folder is of something else, or another process writes to it.
-    """
-    check_folder(path, (SETTINGS, SAMPLES))
-    path.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(path / LOCK, blocking=False):
-            yield _begun(path, description)
-    except Timeout:
+        read = json.loads(file.read_text(encoding="utf-8"))
+        samples = tuple(Sample(**each) for each in read.pop("samples"))
+        cell = Cell(**read, samples=samples)
+        once = len({each.document for each in samples}) == len(samples)
+        if cell.file != file.name or not once or len({tuple(it.scores) for it in samples}) != 1:
+            raise ValueError("it does not hold what was written")
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"out must be a folder that no other process writes to, got {path}, which another "
-            "kvpolicy eval is filling"
+            f"{file} is damaged ({error}); remove it to have it answered again"
         ) from None
+    return cell
 
 
-def check_same(path: Path, description: Description) -> None:
-    """Check that a folder of results is new, or one that this evaluation may extend.
-
-    Raises:
-        ValueError: It is not; says what differs.
-    """
-    if (path / SETTINGS).exists():
-        differences = load(path).description.differences(description)
-        if differences:
-            raise ValueError(
-                f"out must be a new folder, or one of the same settings, got {path}, where "
-                f"{'; '.join(differences)}; give another --out"
-            )
-    elif (path / SAMPLES).exists():
-        raise ValueError(f"out {path} has {SAMPLES} but no {SETTINGS}; give another --out")
+def save_cell(folder: Path, cell: Cell) -> None:
+    """Write a cell's file, all of it or nothing, so that a kill leaves no half."""
+    write_all(folder / CELLS, {cell.file: as_json(attrs.asdict(cell))})
 
 
-def _begun(path: Path, description: Description) -> Folder:
-    check_same(path, description)
-    if not (path / SETTINGS).exists():
-        return Folder(path, (), description, description.expected)
-    _cut_torn_line(path / SAMPLES)
-    there = load(path)
-    wanted = there.description.joined(description)
-    return Folder(path, there.samples, wanted, description.expected)
-
-
-def _cut_torn_line(file: Path) -> None:
+def read_settings(folder: Path) -> dict[str, Any] | None:
+    """Return the settings of a folder, or None if it is new; damaged ones are a ValueError."""
+    check_folder(folder, (SETTINGS, *FILES))
+    file = folder / SETTINGS
     if not file.exists():
-        return
-    content = file.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(file, whole)
+        if (folder / CELLS).exists():
+            raise ValueError(f"out {folder} has {CELLS} but no {SETTINGS}; give another --out")
+        return None
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if found["format"] != FORMAT or not isinstance(found["threads"], int):
+            raise ValueError(f"its format must be {FORMAT}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged ({error!r}); give another --out") from None
+    return found
 
 
-def _read_samples(file: Path, description: Description) -> Iterator[Sample]:
-    """Yield the samples of a results file; an unfinished last line is ignored."""
-    if not file.exists():
-        return
-    found: set[tuple[Cell, int]] = set()
-    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            return
-        try:
-            sample = Sample.from_line(line.decode())
-            if sample.cell not in description.expected:
-                raise ValueError(f"{SETTINGS} has no cell {sample.cell}")
-            if (sample.cell, sample.document) in found:
-                raise ValueError(f"document {sample.document} is there twice ({sample.cell})")
-        except ValueError as error:
-            raise ValueError(f"{file}, line {number}: {error}") from None
-        found.add((sample.cell, sample.document))
-        yield sample
+def check_same(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if a folder has other settings; a model may have another name."""
+    there, model = read_settings(folder) or dict(settings), "model's content"
+    if there.get(model) == settings[model]:
+        there["model"] = settings["model"]
+    unlike = [
+        f"{name} was {there.get(name)}, got {settings.get(name)}"
+        for name in {**there, **settings}
+        if there.get(name) != settings.get(name)
+    ]
+    if unlike:
+        raise ValueError(
+            f"out must be a new folder, or one of the same settings, got {folder}, where "
+            f"{'; '.join(unlike)}; give another --out"
+        )
+
+
+def settings_of(loaded: Loaded, *, chat: bool, batch_size: int) -> dict[str, Any]:
+    """Return what all cells of a folder share: the machine, and a hash of the model's content."""
+    config = loaded.model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        config.pop(name, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, weight in loaded.model.named_parameters():
+        numbers = weight.detach().flatten()[:16].float().tolist()
+        digest.update(f"{name} {tuple(weight.shape)} {numbers}".encode())
+    digest.update(json.dumps(loaded.tokenizer.get_vocab(), sort_keys=True).encode())
+    place = environment(loaded.model.device)
+    place["versions"]["lm_eval"] = version("lm_eval")
+    place["machine"].pop("cpus")
+    return {
+        "format": FORMAT,
+        "model": loaded.name,
+        "model's content": digest.hexdigest()[:16],
+        "dtype": loaded.dtype,
+        "chat": chat,
+        "batch size": batch_size,
+        **place["machine"],
+        **{f"version of {name}": each for name, each in place["versions"].items()},
+    }

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.evaluation.suite import paired_difference
+from kvpolicy.evaluation.intervals import paired_difference
 
 
 def bonett_price(both: int, lost: int, won: int, neither: int) -> tuple[float, float]:

@@ -51,7 +51,7 @@ def needle_documents(
         if not all(known.get(name) == index for index, name in enumerate(names)):
             raise ValueError(
                 "tokenizer must be the bundled model's for the needle tasks, whose language it "
-                "alone reads, got another one; for other models there is the task haystack"
+                "alone reads, got another one"
             )
     rows = []
     for length in max_seq_lengths:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import kvpolicy.evaluation.suite
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.registry import check_names
 
@@ -94,9 +93,7 @@ def test_unknown_names_import_nothing_heavy() -> None:
     assert done.stderr.splitlines() == said
 
 
-@pytest.mark.parametrize(
-    "package", ["kvpolicy", "kvpolicy.evaluation", "kvpolicy.evaluation.suite"]
-)
+@pytest.mark.parametrize("package", ["kvpolicy", "kvpolicy.evaluation"])
 def test_lazy_packages_have_all_their_names(package: str) -> None:
     """What type checkers read and what is imported on use are the same names."""
     module = importlib.import_module(package)
@@ -119,4 +116,3 @@ def test_modules_are_attributes_of_lazy_packages() -> None:
     code = "import kvpolicy; print(kvpolicy.registry.__name__, kvpolicy.build.__module__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["kvpolicy.registry", "kvpolicy.registry"]
-    assert kvpolicy.evaluation.suite.load.__module__ == "kvpolicy.evaluation.suite.folder"

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
 
 from kvpolicy.evaluation.needle import MODEL_DIR, load_model, load_tokenizer
-from kvpolicy.evaluation.tasks.harness_tasks import FOLDER, load_tasks, task_manager
 from kvpolicy.integrations.lm_eval import PolicyLM
 
+FOLDER = MODEL_DIR.parent
 TASKS = ["needle_one_hop", "needle_two_hop"]
 
 
@@ -20,12 +21,16 @@ TASKS = ["needle_one_hop", "needle_two_hop"]
 )
 def test_needle_questions(question: str, wanted: tuple[float, float] | None) -> None:
     tokenizer = load_tokenizer()
-    tasks = load_tasks(TASKS, task_manager(None, [256], tokenizer), limit=8)
+    manager = TaskManager(
+        include_path=FOLDER, include_defaults=False, metadata={"max_seq_lengths": [256]}
+    )
     lm = PolicyLM(
         load_model(), tokenizer=tokenizer, policy="snapkv", retention_rate=0.2,
         question=question, batch_size=4,
     )  # fmt: skip
-    results = simple_evaluate(model=lm, tasks=list(tasks.values()), bootstrap_iters=0)
+    results = simple_evaluate(
+        model=lm, tasks=TASKS, task_manager=manager, limit=8, bootstrap_iters=0
+    )
     assert results["config"]["question"] == question
     assert results["config"]["policy"] == str(lm.policy)
     found = tuple(results["results"][name]["exact_match,none"] for name in TASKS)

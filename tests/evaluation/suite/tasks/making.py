@@ -1,32 +1,23 @@
-"""Documents of the tests' tasks: needle prompts as words, which the bundled model reads."""
+"""The documents of `words.yaml`, in the lengths that the harness is told."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import datasets
 
-from kvpolicy.evaluation.tasks.needle import NeedleTask, load_tokenizer
+from kvpolicy.integrations.lm_eval.splitters import after_field, register_splitter
 
-COUNT = 5
+TEXT = Path(__file__).with_name("needles.jsonl").read_text()
+ROWS = [json.loads(line) for line in TEXT.splitlines()]
 
 
 def documents(**metadata: Any) -> dict[str, datasets.Dataset]:
-    """One-hop prompts of each length, the question apart from its context."""
-    tokenizer = load_tokenizer()
-    rows = []
-    for length in metadata.get("max_seq_lengths", [128]):
-        task = NeedleTask(context_len=length, num_pairs=min(16, length // 16))
-        for prompt in task.prompts(COUNT, seed=1):
-            words = tokenizer.convert_ids_to_tokens(list(prompt.input_ids))
-            answer = " ".join(tokenizer.convert_ids_to_tokens(list(prompt.answer)))
-            wrong = " ".join(reversed(answer.split()))
-            rows.append(
-                {
-                    "context": " ".join(words[:-2]),
-                    "question": " ".join(words[-2:]),
-                    "answer": answer,
-                    "choices": [wrong, answer],
-                    "max_length": length,
-                    "depth": prompt.depth,
-                }
-            )
+    lengths = metadata["max_seq_lengths"]
+    if len(lengths) != 1 or not Path(metadata["tokenizer"]).is_dir():
+        raise ValueError(f"expected one length and a tokenizer, got {metadata}")
+    rows = [row for row in ROWS if row["max_length"] in lengths]
     return {"test": datasets.Dataset.from_list(rows)}
+
+
+register_splitter("own_words", after_field("context"))
