@@ -71,7 +71,6 @@ TABLE = Table(
 
 
 def rows_of(options: argparse.Namespace) -> Iterator[list[Row]]:
-    """Yield a row with all rounds' peaks for each context, method and way of reading."""
     prompts = [(context, options.rounds, False) for context in options.contexts]
     prompts += [(context, 1, True) for context in options.growing]
     for context, rounds, grows in prompts:

@@ -286,7 +286,6 @@ def answers_in(folder: Path, library: str) -> dict[tuple[str, float, int], Row]:
 
 
 def ask(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what both processes are told: model, prompts with right answers, rates and methods."""
     from transformers import AutoTokenizer
 
     from kvpolicy import Repetition
@@ -366,17 +365,22 @@ def rows_of(asked: Mapping[str, Any], folder: Path, decode: Any) -> list[Row]:
 
 
 def table(record: Mapping[str, Any]) -> str:
-    lines = ["method              kept asked  texts equal  heads equal nested shared right   CPU s"]
+    lines = ["method              kept asked texts    heads nested  shared right     CPU s"]
     for row in record["rows"]:
         shared = "-" if row["shared"] is None else f"{row['shared']:.4f}"
         right, seconds = row["right"].values(), row["seconds"].values()
+        texts, heads = (
+            f"{row['texts_equal']}/{row['prompts']}",
+            f"{row['heads_equal']}/{row['heads']}",
+        )
         lines.append(
             f"{row['method']:<19}{row['rate']:5.0%} {'later' if row['asked_later'] else 'known'}"
-            f"{row['texts_equal']:>7} of {row['prompts']:<2}"
-            f"{row['heads_equal']:>7} of {row['heads']:<4}{row['heads_nested']:>6}{shared:>7}"
+            f"{texts:>6}{heads:>9}{row['heads_nested']:>7}{shared:>8}"
             f"{'/'.join(map(str, right)):>6}{'/'.join(f'{each:.1f}' for each in seconds):>10}"
         )
-    return "\n".join([*lines, "right, CPU s: kvpolicy/kvpress; CPU s of reading and choosing"])
+    return "\n".join(
+        [*lines, "texts, heads: equal/all; right, CPU s of reading and choosing: kvpolicy/kvpress"]
+    )
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:

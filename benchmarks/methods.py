@@ -43,7 +43,7 @@ from benchmarks.harness import (
 from benchmarks.memory import try_peak
 from benchmarks.pictures import methods_picture
 from kvpolicy import CachePolicy, build, registered
-from kvpolicy.evaluation import Latencies, Timing, measure_latency
+from kvpolicy.evaluation.comparison.times import Times, measure_times
 
 OPTIONS = (
     # 32,768 tokens take about half a minute on two cores.
@@ -98,38 +98,31 @@ def all_policies() -> dict[str, CachePolicy]:
     return {name: each for name, each in found.items() if isinstance(each, CachePolicy)}
 
 
-def row_of(
-    name: str,
-    timing: Timing,
-    baseline: Timing,
-    context: int,
-    limits: dict[str, float],
-) -> Row:
+def row_of(name: str, times: Times, full: Times, context: int, limits: dict[str, float]) -> Row:
     """Return the results of one method at one length; ratios compare within a round."""
-    return {
-        "policy": name,
-        "context": context,
-        "prefill_ms": timing.prefill.wall_ms,
-        "prefill_cpu_ms": timing.prefill.cpu_ms,
-        "prefill_speedup": spread(timing.prefill.speedups(baseline.prefill)),
-        "decode_ms": timing.decode.wall_ms,
-        "decode_cpu_ms": timing.decode.cpu_ms,
-        "decode_speedup": spread(timing.decode.speedups(baseline.decode)),
-        "held_bytes": None if timing.held is None else timing.held.held_bytes,
-        **limits,
-    }
+    row = {"policy": name, "context": context, **limits}
+    for phase in ("prefill", "decode"):
+        own, base = getattr(times, phase), getattr(full, phase)
+        row[f"{phase}_ms"] = tuple(1000 * each for each in own)
+        row[f"{phase}_cpu_ms"] = tuple(1000 * each for each in getattr(times, f"{phase}_cpu"))
+        row[f"{phase}_speedup"] = spread(
+            tuple(theirs / ours for ours, theirs in zip(own, base, strict=True))
+        )
+    return row
 
 
 def rows_of(
-    measured: Latencies, policies: dict[str, CachePolicy], model: PreTrainedModel, context: int
+    measured: dict[str, Times],
+    policies: dict[str, CachePolicy],
+    model: PreTrainedModel,
+    context: int,
 ) -> list[Row]:
     """Return the rows of one length, first that of the model without kvpolicy."""
-    full = measured.baseline
-    rows = [row_of(BASELINE, full, full, context, allowed(None, context, model))]
-    for name, policy in policies.items():
-        limits = allowed(policy, context, model)
-        rows.append(row_of(name, measured.timings[name], full, context, limits))
-    return rows
+    known: dict[str, CachePolicy | None] = {BASELINE: None, **policies}
+    return [
+        row_of(name, measured[name], measured[BASELINE], context, allowed(policy, context, model))
+        for name, policy in known.items()
+    ]
 
 
 def measure_memory(run: Run, spec: ModelSpec) -> None:
@@ -167,11 +160,11 @@ def measure(run: Run) -> None:
     }
     run.begin(settings, "rows", "memory")
     for context, count in rounds.items():
-        measured = measure_latency(
+        prompt = random_prompt(spec.vocab_size, context)[0].tolist()
+        measured = measure_times(
             model,
-            random_prompt(spec.vocab_size, context)[0].tolist(),
-            options.policies,
-            rounds=count,
+            [prompt] * count,
+            {BASELINE: None, **options.policies},
             new_tokens=options.new_tokens,
         )
         run.add("rows", *rows_of(measured, options.policies, model, context))

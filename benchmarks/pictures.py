@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.evaluation.comparison.speed import MIN_ROUNDS, Speed
+from kvpolicy.evaluation.comparison.times import Ratio
 from kvpolicy.evaluation.extras import MissingExtraError, require
 from kvpolicy.evaluation.pictures import (
     Cell,
@@ -55,7 +55,6 @@ def gpu_picture(record: dict[str, Any]) -> bytes:
 
 
 def methods_picture(record: dict[str, Any]) -> bytes:
-    """Draw the methods' speed-ups on the processor; unsteady values are marked."""
     before = {
         row["context"]: row
         for row in record["rows"]
@@ -68,7 +67,7 @@ def methods_picture(record: dict[str, Any]) -> bytes:
         found = {"policy": row["policy"], "context": row["context"]}
         for phase in _PHASES:
             times = zip(row[f"{phase}_ms"], before[row["context"]][f"{phase}_ms"], strict=True)
-            speed = Speed(tuple(theirs / ours for ours, theirs in times))
+            speed = Ratio(tuple(theirs / ours for ours, theirs in times))
             found[phase] = row[f"{phase}_speedup"]["median"]
             found[f"{phase}_allowed"] = row[f"{phase}_allowed"]
             found[f"{phase}_steady"] = speed.steady
@@ -80,7 +79,7 @@ def methods_picture(record: dict[str, Any]) -> bytes:
         "method's.\nA speed can exceed this, by what is not counted: kvpolicy runs the last layer "
         "for the last token only, and a layer that drops\ntokens for those that go on; at every "
         "decoded token, Transformers' own cache copies all keys and values.\n"
-        f"?: rounds disagree, or are fewer than {MIN_ROUNDS}.",
+        "?: rounds disagree, or are fewer than 5.",
     )
 
 

@@ -17,7 +17,7 @@ from kvpolicy.evaluation.scoring import FULL
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/real.json"
-PAGES = (ROOT / "docs/results.md",)
+PAGES = (ROOT / "docs/results.md", *sorted((ROOT / "docs/methods").glob("*.md")))
 PICTURE = ROOT / "docs/real.png"
 # Of the picture: methods that people know, and the one that stands apart.
 SHOWN = ("replaykv", "kvzip", "criticalkv", "snapkv", "fastkv", "keydiff", "streamingllm")
@@ -116,69 +116,6 @@ def answers(data: Mapping[str, Any], model: str, task: str, tokens: str) -> str:
     return f"{_table(header, lines)}\n\n{' '.join(said)}"
 
 
-def kinds(self) -> list[str]:
-        """The kinds of questions, or ``all`` where there is one."""
-        found = list(dict.fromkeys(kind for _, _, kind in self._rows if kind != "all"))
-        return found or ["all"]
-
-    @property
-    def rates(self) -> list[float]:
-        """The budgets."""
-        return sorted({rate for name, rate, _ in self._rows if name != FULL})
-
-    @property
-    def names(self) -> list[str]:
-        """The policies, those with most right answers at 20% first, or with least lost."""
-        names = {name for name, _, _ in self._rows if name != FULL}
-        return sorted(names, key=lambda name: (-self._rank(name), name))
-
-    def row(self, name: str, rate: float, kind: str = "all") -> dict[str, Any] | None:
-        """Return a row; None if it was not measured."""
-        return self._rows.get((name, 1.0 if name == FULL else rate, kind))
-
-    def right(self, name: str, rate: float, kind: str = "all") -> float | None:
-        """Return the percentage of right answers."""
-        row = self.row(name, rate, kind)
-        return None if row is None or row["score"] is None else 100 * row["score"]
-
-    def lost(self, name: str, rate: float, kind: str = "all") -> float | None:
-        """Return the nats that a token of the right answer lost against full context."""
-        row, full = self.row(name, rate, kind), self.row(FULL, 1.0, kind)
-        return None if row is None or full is None else full["log_prob"] - row["log_prob"]
-
-    def _rank(self, name: str) -> float:
-        rate = 0.2 if 0.2 in self.rates else self.rates[-1]
-        right = self.right(name, rate)
-        return -(self.lost(name, rate) or 0.0) if right is None else right
-
-
-def found_cells(data: Mapping[str, Any], model: str, task: str, tokens: str) -> dict[str, Rows]:
-    """Return the cells of a task that are there: ``known`` and ``later``."""
-    names = {way: f"{model} {task} {tokens} {way}" for way in ("known", "later")}
-    return {way: Rows(data["cells"][name]) for way, name in names.items() if name in data["cells"]}
-
-
-def answers(data: Mapping[str, Any], model: str, task: str, tokens: str) -> str:
-    """Return a table of right answers in percent, by budget, and the time of prefill."""
-    ways = found_cells(data, model, task, tokens)
-    times = next(iter(ways.values())).times
-    header = [
-        "policy",
-        *(f"{way}, {100 * rate:g}%" for way, it in ways.items() for rate in it.rates),
-    ]
-    lines = []
-    for name in [FULL, *next(iter(ways.values())).names]:
-        cells = [_percent(it.right(name, rate)) for it in ways.values() for rate in it.rates]
-        if times:
-            ratio = times.get(name, {}).get("prefill_cpu")
-            cells.append("" if ratio is None else f"{ratio:.2f}")
-        lines.append([_shown(name), *cells])
-    prompts = ", ".join(f"{it.prompts} ({way})" for way, it in ways.items())
-    return (
-        f"{_table([*header, *(['prefill time'] if times else [])], lines)}\n\nPrompts: {prompts}."
-    )
-
-
 def kinds(data: Mapping[str, Any], model: str, task: str, tokens: str, rate: str) -> str:
     """Return a table of right answers in percent by kind of question, at one budget."""
     ways = found_cells(data, model, task, tokens)
@@ -213,7 +150,20 @@ def lost(data: Mapping[str, Any], model: str, tokens: str, rate: str, *tasks: st
     return _table(["policy", *columns], lines)
 
 
-TABLES = {each.__name__: each for each in (answers, kinds, lost)}
+def method(data: Mapping[str, Any], name: str, *others: str) -> str:
+    """Return a small table for a method's page, with full context and perhaps other methods."""
+    ways = found_cells(data, "smollm2", "needles", "1000")
+    header, lines = ["right answers, %"], [[_shown(each)] for each in (FULL, name, *others)]
+    for way, it in ways.items():
+        for rate in (0.1, 0.2):
+            header.append(f"{way}, {100 * rate:g}% kept")
+            for line, each in zip(lines, (FULL, name, *others), strict=True):
+                own = it.unset.get(each)
+                line.append(_percent(it.right(each, rate) if own is None else 100 * own["score"]))
+    return _table(header, lines)
+
+
+TABLES = {each.__name__: each for each in (answers, kinds, lost, method)}
 
 
 def written(page: str, data: Mapping[str, Any]) -> str:
@@ -270,7 +220,7 @@ def main() -> None:
     """Write the tables and the picture."""
     data = json.loads(RESULT.read_text())
     for page in PAGES:
-        page.write_text(written(page.read_text(), data))
+        page.write_text(written(page.read_text(encoding="utf-8"), data), encoding="utf-8")
     PICTURE.write_bytes(picture(data, "smollm2", "needles", "1000"))
 
 

@@ -39,7 +39,6 @@ class Deadline:
         return self._end - self._clock()
 
     def within(self, seconds: float) -> Deadline:
-        """Return the deadline so many seconds from now, or this one if it comes first."""
         return Deadline(min(self.left(), seconds), self._clock)
 
     def check(self) -> None:
@@ -208,7 +207,6 @@ def _next_token(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tensor
 
 
 def held_bytes(cache: PolicyCache | DynamicCache) -> int:
-    """Return the bytes of the keys and values that a cache holds."""
     if isinstance(cache, PolicyCache):
         return cache.report().total.held_bytes
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import BASELINE, read_json
-from kvpolicy.evaluation.comparison.speed import Speed
+from kvpolicy.evaluation.comparison.times import Ratio
 from kvpolicy.integrations.transformers.model.tested import TESTED
 from kvpolicy.registry import registered
 from tests.integrations.model.builds.catalogue import builds
@@ -100,15 +100,14 @@ def speed_of(rows: list[dict[str, Any]], name: str, context: int, phase: str) ->
     """As the tables have it: a median, marked where its rounds disagree or are few."""
     at = {row["policy"]: row for row in rows if row["context"] == context}
     times = zip(at[name][f"{phase}_ms"], at[BASELINE][f"{phase}_ms"], strict=True)
-    return Speed(tuple(theirs / ours for ours, theirs in times)).text.removeprefix("x")
+    return Ratio(tuple(theirs / ours for ours, theirs in times)).text
 
 
 def test_the_tables_of_results_are_those_of_the_files() -> None:
     results = ROOT / "benchmarks/results"
     speeds = json.loads((results / "methods.json").read_text())["rows"]
-    answers = json.loads((results / "needle/compare.json").read_text())["rows"]
     page = (ROOT / "docs/results.md").read_text()
-    short, long = answers_of(page), cells_of(page, 8)
+    long = cells_of(page, 8)
     for name in dict.fromkeys(row["policy"] for row in speeds if row["policy"] != BASELINE):
         factory = registered("policy")[name]
         cells = long[factory.__name__]
@@ -118,27 +117,6 @@ def test_the_tables_of_results_are_those_of_the_files() -> None:
             for context in (2048, 8192, 32768)
         ]
         assert [cell.partition(" ")[0] for cell in cells[:6]] == found
-        for rate, cell in short[factory.__name__].items():
-            (row,) = (
-                row
-                for row in answers
-                if row["policy"] == name and row["retention_rate"] in (None, rate)
-            )
-            percents = [f"{100 * each['rate']:.0f}" for each in row["exact_match"].values()]
-            assert cell == " / ".join(percents)
-
-
-def answers_of(page: str) -> dict[str, dict[float, str]]:
-    """The cells of the table of exact matches, by method and rate; a rate of 0 is no rate."""
-    header = "| method | keeps 2% | keeps 10% | keeps 20% |"
-    assert header in page
-    found = {}
-    for line in page.partition(header)[2].partition("\n\n")[0].splitlines()[2:]:
-        method, *cells = (cell.strip() for cell in line.split("|")[1:-1])
-        name = "FullContext" if method == "full context" else re.split(r"\W", method)[0]
-        found[name] = dict(zip((0.02, 0.1, 0.2), cells, strict=True))
-    found["PyramidInfer"] = {0.0: re.findall(r"answers (\d+ / \d+)", page)[0]}
-    return found
 
 
 def slug(heading: str) -> str:

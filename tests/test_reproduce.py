@@ -310,33 +310,6 @@ def measured(name: str) -> Any:
     return json.loads((RESULTS / name).read_text())
 
 
-def test_accuracy_is_as_measured() -> None:
-    record, section = measured("needle/compare.json"), "Accuracy on the bundled model"
-
-    def cell(scores: dict[str, Any]) -> str:
-        return " / ".join(f"{100 * scores[kind]['rate']:.0f}" for kind in ("one-hop", "two-hop"))
-
-    found = {(each["policy"], each["retention_rate"]): each for each in record["rows"]}
-    for label, name in {
-        "StreamingLLM": "streamingllm",
-        "H2O": "h2o",
-        "SnapKV": "snapkv",
-        "GemFilter": "gemfilter",
-        "FastKV": "fastkv",
-    }.items():
-        cells = [cell(found[name, rate]["exact_match"]) for rate in (0.1, 0.2)]
-        assert rows(section, label)[0] == cells
-    full = cell(found["full_context", None]["exact_match"])
-    assert rows(section, "full context") == [[full, full]]
-    pyramid = cell(found["pyramidinfer", None]["exact_match"])
-    assert f"PyramidInfer, which takes no rate, {pyramid}." in PAGE
-    layers = [each for each in record["sweep"]["layers"] if each["retention_rate"] == 0.1]
-    assert rows(section, "FastKV")[1] == [cell(each["exact_match"]) for each in layers]
-    (command,) = next(each for each in BLOCKS if each.section == section).commands
-    for option, name in (("--threads", "threads"), ("--answer-tokens", "new_tokens")):
-        assert int(value(command, option)) == record["settings"][name]
-
-
 def test_scoring_overhead_is_as_measured() -> None:
     shares = [
         f"{100 * each['share']['median']:.1f}%"
@@ -344,12 +317,3 @@ def test_scoring_overhead_is_as_measured() -> None:
         if each["policy"] == "fastkv"
     ]
     assert rows("Scoring overhead", "FastKV") == [shares]
-
-
-def test_distances_are_as_measured() -> None:
-    record = measured("needle/analyze.json")
-    assert record["settings"]["count"] == 64
-    found = record["distances"]["two-hop"]
-    for way in ("propagation", "restart"):
-        cells = [f"{each:.3f}" for each in found[way]["mean"]]
-        assert rows("Figures 1 and 3", way) == [cells]

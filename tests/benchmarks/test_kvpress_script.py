@@ -177,7 +177,7 @@ def test_rows_compare_texts_heads_and_right_answers(tmp_path: Path) -> None:
         "seconds": {"kvpolicy": 2.0, "kvpress": 3.0},
     }
     line = kvpress.table({"rows": [row]}).splitlines()[1]
-    assert " ".join(line.split()) == "snapkv 50% known 0 of 1 1 of 2 1 0.8000 1/0 2.0/3.0"
+    assert " ".join(line.split()) == "snapkv 50% known 0/1 1/2 1 0.8000 1/0 2.0/3.0"
 
 
 def test_the_committed_result_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:

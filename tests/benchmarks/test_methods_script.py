@@ -11,7 +11,7 @@ import pytest
 from benchmarks import memory, methods
 from benchmarks.common import BASELINE, ModelSpec
 from kvpolicy import registered
-from kvpolicy.evaluation import Phase, Timing
+from kvpolicy.evaluation.comparison.times import Times
 
 
 def peak(growth: int, *, exact: bool = True) -> dict[str, Any]:
@@ -26,24 +26,27 @@ def peak(growth: int, *, exact: bool = True) -> dict[str, Any]:
 
 def test_a_row_has_medians_and_ratios_of_the_same_round() -> None:
     zeros = (0.0, 0.0, 0.0)
-    full = Timing(Phase((10.0, 40.0, 12.0), zeros), Phase((4.0, 6.0, 8.0), zeros), None)
-    ours = Timing(Phase((5.0, 10.0, 8.0), (1.0, 2.0, 3.0)), Phase((2.0, 2.0, 2.0), zeros), None)
+    full = Times((0.25, 1.0, 0.375), (0.5, 0.75, 1.0), zeros, zeros)
+    ours = Times((0.125, 0.25, 0.25), (0.25, 0.25, 0.25), (1.0, 2.0, 3.0), zeros)
     limits = {"prefill_allowed": 1.8, "decode_allowed": 1.7}
     row = methods.row_of("fastkv", ours, full, 64, limits)
     assert row["prefill_speedup"] == {"median": 2.0, "lowest": 1.5, "highest": 4.0}
     assert row["decode_speedup"] == {"median": 3.0, "lowest": 2.0, "highest": 4.0}
     assert (row["prefill_allowed"], row["decode_allowed"]) == (1.8, 1.7)
-    assert (row["prefill_ms"], row["prefill_cpu_ms"]) == ((5.0, 10.0, 8.0), (1.0, 2.0, 3.0))
+    assert (row["prefill_ms"], row["prefill_cpu_ms"]) == (
+        (125.0, 250.0, 250.0),
+        (1000.0, 2000.0, 3000.0),
+    )
     words = methods.TIMES.line(row)
     assert words.split() == [
-        *("fastkv", "64", "0.01", "0.00", "2.00", "(1.50-4.00)", "1.80", "2.00", "3.00")
+        *("fastkv", "64", "0.25", "2.00", "2.00", "(1.50-4.00)", "1.80", "250.00", "3.00")
     ]
 
 
 def test_large_numbers_fit_the_table() -> None:
-    def timing(ms: float) -> Timing:
-        phase = Phase((ms, 1.2 * ms), (2 * ms, 3 * ms))
-        return Timing(phase, phase, None)
+    def timing(ms: float) -> Times:
+        wall, cpu = (ms / 1000, ms / 800), (ms / 500, ms / 300)
+        return Times(wall, wall, cpu, cpu)
 
     limits = {"prefill_allowed": 123.4, "decode_allowed": 1.0}
     row = methods.row_of("pyramidinfer", timing(9.9e3), timing(9.876e5), 131072, limits)
@@ -103,7 +106,6 @@ def test_quick_run_writes_times_and_memory(
     ]
     assert of["fastkv", 128]["prefill_speedup"]["lowest"] == pytest.approx(min(ratios))
     assert of[BASELINE, 128]["prefill_speedup"]["median"] == 1.0
-    assert of["fastkv", 128]["held_bytes"] == 4 * 12 * 2 * 2 * 8 * 4  # int(0.1 * 128) in 4 layers
     assert of["fastkv", 128]["prefill_allowed"] > 1.0 == of["snapkv", 128]["prefill_allowed"]
     assert asked == [(name, 128, 1) for name in names]
     shares = [row["share_of_full"] for row in record["memory"]]
