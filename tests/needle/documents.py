@@ -19,7 +19,7 @@ def two_hop(**metadata: Any) -> dict[str, Any]:
 
 
 def needle_documents(hops: int, max_seq_lengths: Sequence[int], **_: Any) -> dict[str, Any]:
-    """Twenty documents of each length in tokens."""
+    """Fifty documents of each length in tokens."""
     rows = [
         {
             "context": text_of(prompt.input_ids[:-2]),
@@ -27,6 +27,6 @@ def needle_documents(hops: int, max_seq_lengths: Sequence[int], **_: Any) -> dic
             "answer": text_of(prompt.answer),
         }
         for length in max_seq_lengths
-        for prompt in NeedleTask(context_len=length, hops=hops).prompts(20)
+        for prompt in NeedleTask(context_len=length, hops=hops).prompts(50)
     ]
     return {"test": datasets.Dataset.from_list(rows)}
