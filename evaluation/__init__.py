@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     )
     from kvpolicy.evaluation.analysis.distances import OutputDistances, output_distances
     from kvpolicy.evaluation.asking import Asked, Asker
-    from kvpolicy.evaluation.calibration.choice import measure_tsp_distances, select_tsp_layer
-    from kvpolicy.evaluation.calibration.distances import Calibration, LayerDistance, TSPDistances
     from kvpolicy.evaluation.cells import Cell, Compared, cells_of, compared
     from kvpolicy.evaluation.comparison.study import Comparison, Row, compare
     from kvpolicy.evaluation.estimate.cost import Estimate, estimate_cost
@@ -42,12 +40,6 @@ else:
                 "window_attention",
             ),
             "kvpolicy.evaluation.analysis.distances": ("OutputDistances", "output_distances"),
-            "kvpolicy.evaluation.calibration.choice": ("measure_tsp_distances", "select_tsp_layer"),
-            "kvpolicy.evaluation.calibration.distances": (
-                "Calibration",
-                "LayerDistance",
-                "TSPDistances",
-            ),
             "kvpolicy.evaluation.asking": ("Asked", "Asker"),
             "kvpolicy.evaluation.cells": ("Cell", "Compared", "cells_of", "compared"),
             "kvpolicy.evaluation.comparison.study": ("Comparison", "Row", "compare"),
@@ -65,12 +57,10 @@ else:
 __all__ = [
     "Asked",
     "Asker",
-    "Calibration",
     "Cell",
     "Compared",
     "Comparison",
     "Estimate",
-    "LayerDistance",
     "LayerShape",
     "Loaded",
     "ModelShape",
@@ -79,7 +69,6 @@ __all__ = [
     "Overlap",
     "Question",
     "Row",
-    "TSPDistances",
     "Variant",
     "attention_recall",
     "build_policy",
@@ -89,10 +78,8 @@ __all__ = [
     "estimate_cost",
     "load",
     "load_shape",
-    "measure_tsp_distances",
     "outcomes",
     "output_distances",
-    "select_tsp_layer",
     "shape_of",
     "task_named",
     "topk_overlap",

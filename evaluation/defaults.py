@@ -18,6 +18,10 @@ MIN_NEEDLE_CONTEXT = 64
 NEEDLE_CONTEXT = 1024
 # Calibration draws other prompts, so that a layer is not chosen on the prompts that test it.
 CALIBRATION_SEED_OFFSET = 2000
+# Rules that choose a layer to drop tokens after, and what counts as close: a tenth of the final
+# hidden state's length, squared.
+CRITERIA = ("argmin", "earliest")
+TOLERANCE = 0.01
 # Rates of a comparison: the paper's two, and one low enough to tell methods apart.
 RATES = (0.02, 0.1, 0.2)
 

@@ -100,11 +100,18 @@ def test_memory(hub: Path, tmp_path: Path) -> None:
     assert names["cache"].report().total.share < 0.5
 
 
+def test_analysis_and_calibration(hub: Path) -> None:
+    names = run("analysis.md", hub)
+    layers = len(names["attention"])
+    assert [len(held) for held in names["recall"].values()] == [layers] * 2
+    assert names["overlap"].layers == tuple(range(layers))
+    assert names["distances"].layers == tuple(range(layers // 2))
+    assert run("calibration.md", hub)["policy"].propagation.tsp_layer in names["distances"].layers
+
+
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
 def test_pages_without_a_model_of_the_hub(capsys: pytest.CaptureFixture[str]) -> None:
     """What they print or leave is what they say."""
-    assert len(run("analysis.md")["recall"]) == 2
-    assert run("calibration.md")["policy"].propagation.tsp_layer == 2
     assert run("decoding.md")["cache"].policy.decoding.most_tokens == 4096
     capsys.readouterr()
     run("estimate.md")

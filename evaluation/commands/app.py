@@ -19,12 +19,11 @@ from kvpolicy.evaluation.commands.estimate import estimate
 from kvpolicy.evaluation.commands.eval import eval
 from kvpolicy.evaluation.commands.export import export
 from kvpolicy.evaluation.commands.generate import generate
-from kvpolicy.evaluation.commands.options import with_options
 from kvpolicy.evaluation.commands.policies import policies
 from kvpolicy.evaluation.commands.serve_check import serve_check
 from kvpolicy.names import said
 
-# Each takes a class of options (see `kvpolicy.evaluation.commands.options`), or no argument.
+# Plain functions; see `kvpolicy.evaluation.commands.shared`.
 COMMANDS: tuple[Callable[..., None], ...] = (
     analyze,
     calibrate,
@@ -37,9 +36,6 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     policies,
     serve_check,
 )
-
-# Those that are written as plain functions.
-PLAIN = (check, compare, estimate, eval, export, generate, policies, serve_check)
 
 app = typer.Typer(
     name="kvpolicy",
@@ -66,7 +62,7 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 
 
 for command in COMMANDS:
-    app.command()(_interruptible(command if command in PLAIN else with_options(command)))
+    app.command()(_interruptible(command))
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,60 +2,112 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
-import attrs
+from kvpolicy.assignments import parse_assignments
+from kvpolicy.evaluation.commands import measured, shared
+from kvpolicy.evaluation.commands.shared import Option
+from kvpolicy.evaluation.defaults import CALIBRATION_SEED_OFFSET, CRITERIA, TOLERANCE
 
-from kvpolicy.evaluation.calibration.distances import CRITERIA, TOLERANCE
-from kvpolicy.evaluation.commands.working import work
-from kvpolicy.evaluation.defaults import CALIBRATION_SEED_OFFSET
-from kvpolicy.evaluation.options import THREADS, NeedleOptions, Option, PrefillOptions
-from kvpolicy.evaluation.results import default_threads
+FILES = ("calibrate.json", "calibrate.png")
+# The parameters of FastKV's drop, except for the layer and the rate.
+DROP = ("window_size", "kernel_size", "protect")
 
 
-@attrs.frozen(kw_only=True)
-class CalibrateOptions(NeedleOptions):
-    """The command-line options of `kvpolicy calibrate`."""
-
-    prompts: Annotated[
-        Path | None,
-        Option(
-            "File of prompts, as for compare; answers are ignored. Default: needle prompts.",
-            ("--prompts-file",),
-            metavar="FILE",
-        ),
-    ] = None
-    seed: Annotated[int, Option("Random seed of the needle prompts; compare draws others.")] = (
-        CALIBRATION_SEED_OFFSET
-    )
-    tsp_rate: Annotated[
-        float,
-        Option(
-            "Fraction of the prompt's tokens that later layers read after the drop, in (0, 1].",
-            metavar="RATE",
-        ),
-    ] = 0.2
-    policies: PrefillOptions
+def calibrate(
+    *,
+    task: measured.Task = "needles",
+    context: measured.Context = 1000,
+    count: measured.Count = 8,
+    seed: measured.Seed = CALIBRATION_SEED_OFFSET,
+    tsp_rate: measured.TspRate = 0.2,
+    assignments: Annotated[
+        list[str] | None,
+        Option("--set", metavar="NAME=VALUE", help=f"Set {', '.join(DROP)}; repeatable."),
+    ] = None,
     max_layer: Annotated[
-        int | None, Option("Last layer to try; default: FastKV's own layer.", min=0)
-    ] = None
+        int | None,
+        Option(min=0, metavar="N", help="Last layer to try; default: FastKV's own layer."),
+    ] = None,
     criterion: Annotated[
-        str, Option(f"How to choose the layer: {' or '.join(CRITERIA)}.", metavar="NAME")
-    ] = "argmin"
+        str, Option(metavar="NAME", help=f"How to choose the layer: {' or '.join(CRITERIA)}.")
+    ] = CRITERIA[0],
     tolerance: Annotated[
         float,
-        Option("With earliest, the largest normalised distance that is close enough.", metavar="X"),
-    ] = TOLERANCE
-    threads: Annotated[int, THREADS] = attrs.field(factory=default_threads)
-    out: Annotated[
-        Path | None, Option("Folder to write calibrate.json and calibrate.png to.", metavar="DIR")
-    ] = None
-
-
-def calibrate(options: CalibrateOptions) -> None:
+        Option(metavar="X", help="With earliest, the largest normalised distance that is close."),
+    ] = TOLERANCE,
+    model: shared.ModelName = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "cpu",
+    beyond_positions: shared.BeyondPositions = False,
+    threads: shared.Threads = None,
+    out: measured.Out = None,
+) -> None:
     """Choose the layer after which FastKV drops tokens, so that the output changes little.
 
-    No keys and values are evicted, so that only the options of the drop have an effect.
+    No keys and values are evicted, so that only the drop has an effect. No answers are needed.
     """
-    work("calibrate", options)
+    drop = parse_assignments(assignments or (), "--set")
+    for name in drop:
+        if name not in DROP:
+            raise ValueError(f"--set must name one of {', '.join(DROP)} here, got {name}")
+    threads = measured.check_before(out, FILES, threads, task)
+
+    import torch
+
+    from kvpolicy.evaluation.analysis import distances as measuring
+    from kvpolicy.evaluation.commands import terminal
+    from kvpolicy.evaluation.readable import check_positions, positions_notes
+    from kvpolicy.policies import FastKV
+
+    measuring.check_criterion(criterion, tolerance)
+    try:
+        # What is kept does not matter here, but must not exceed what goes on to later layers.
+        FastKV(retention_tokens=1, tsp_rate=tsp_rate, **drop)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    torch.set_num_threads(threads)
+    loaded = terminal.load_shown(model, dtype=dtype, device=device)
+    inputs = measured.prompts_of(loaded, task, context, count, seed)
+    longest = max(prompt.shape[1] for prompt in inputs)
+    check_positions(loaded, longest, beyond=beyond_positions, remedy="shorter prompts")
+    settings = {"max_layer": max_layer, "restart": False, **drop}
+    with terminal.progress_bar() as progress:
+        found = measuring.output_distances(
+            loaded.model, inputs, tsp_rate, progress=progress, **settings
+        )
+    console = terminal.plain_console()
+    console.print("TSP layer  prefill %  distance  normalised     worst", style="bold")
+    for at, rate, *far in found.by_layer:
+        console.print("{:9}  {:9.1f}  {:8.3g}  {:10.3g}  {:8.3g}".format(at, 100 * rate, *far))
+    console.print(
+        f"\ndistance: of the last token's final hidden state at TSP rate {tsp_rate:g} from full "
+        f"context's, squared; the mean over {measured.described(inputs)}. normalised: over the "
+        "squared norm of full context's state; worst: of a prompt. prefill: layer-tokens computed, "
+        "of a full prefill's.",
+        style="dim",
+        soft_wrap=False,
+    )
+    for note in positions_notes(loaded.model, longest):
+        console.print(note)
+    try:
+        layer = found.choose(criterion, tolerance)
+    except ValueError as error:
+        left = "" if out is None else f"; nothing is written to {out}"
+        raise ValueError(f"no TSP layer is chosen{left}: {error}") from None
+    why = f"the smallest distance of layers {found.layers[0]} to {found.layers[-1]}"
+    if criterion == "earliest":
+        why = f"the earliest with a normalised distance of at most {tolerance:g}"
+    console.print(f"\nTSP layer {layer}: {why}.")
+    console.print(f"Use FastKV(tsp_layer={layer}), or --policy fastkv --set tsp_layer={layer}.")
+    if out is not None:
+        from kvpolicy.evaluation.analysis.plots import plot_calibration
+
+        data = {
+            **{"task": task, "seed": seed, "prompt_tokens": list(found.lengths)},
+            **{"tsp_rate": tsp_rate, "parameters": drop},
+            **{"criterion": criterion, "tolerance": tolerance, "tsp_layer": layer},
+            "layers": [each._asdict() for each in found.by_layer],
+        }
+        shown = plot_calibration(found, layer, tolerance if criterion == "earliest" else None)
+        measured.write(out, FILES, loaded, data, shown)

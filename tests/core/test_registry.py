@@ -14,7 +14,7 @@ from kvpolicy.assignments import PartOption
 from kvpolicy.description import describe, from_description
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.evaluation.chosen import chosen_variants
-from kvpolicy.evaluation.options import PolicyOptions
+from kvpolicy.evaluation.policy_options import PolicyOptions
 from kvpolicy.names import GROUP, check_declared
 from kvpolicy.policies import (
     TOVA,

@@ -45,10 +45,9 @@ def test_folder_must_not_be_a_file_nor_lie_in_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "name"),
     [
-        (["analyze"], "recall.png"),
+        (["analyze"], "analyze.png"),
         (["calibrate"], "calibrate.json"),
         (["compare"], "compare.json"),
-        (["compare", "--sweep"], "tsp_layers.png"),
     ],
 )
 def test_a_folder_in_a_results_place_is_said_before_the_work(

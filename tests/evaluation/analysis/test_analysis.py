@@ -1,84 +1,54 @@
-"""The analyses: against dense attention and plain loops, by hand, and as the command shows them."""
+"""The analyses: against dense attention, plain loops and runs of the model, and by hand."""
 
-import json
-from collections.abc import Callable
-from functools import cache, partial
-from io import BytesIO
-from pathlib import Path
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 import pytest
 import torch
-from matplotlib import image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
+from kvpolicy import CachePolicy
+from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.evaluation import (
     OutputDistances,
     Overlap,
     attention_recall,
-    load,
-    needle_prompts,
     output_distances,
     topk_overlap,
     window_attention,
 )
-from kvpolicy.evaluation.analysis import plots as analysis_plots
-from kvpolicy.evaluation.analysis import study
-from kvpolicy.evaluation.analysis.attention import overlap_of, recall_of, top_tokens
-from kvpolicy.evaluation.analysis.forward import ShowingSelector, WindowAttentionScorer
-from kvpolicy.evaluation.analysis.plots import plot_distances, plot_overlap, plot_recall
-from kvpolicy.evaluation.analysis.settings import AnalysisSettings
+from kvpolicy.evaluation.analysis.attention import _WindowAttention, top_tokens
+from kvpolicy.evaluation.analysis.prefill import _Show
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import KeepAllSelector, TokenSelectivePropagation, WindowMaxPoolScorer
 from kvpolicy.testing import check_scorer, check_selector
-from tests.evaluation.support import Run
-from tests.reference import random_tokens, tiny_model
-from tests.reference.attention import attention_probabilities
-from tests.reference.decoder import embed, finish_layer, project, rms_norm
+from tests.reference import FAMILIES, VOCAB_SIZE, random_tokens, tiny_model
+from tests.reference.decoder import project
 from tests.reference.models import Family
-from tests.reference.selection import highest, max_pool
+from tests.reference.selection import highest
 
 PROMPT = random_tokens(11, 59)
 WINDOW = 5
 NUM_LAYERS = 4
-
-
-WRONG: dict[str, tuple[Callable[[], object], type[Exception]]] = {
-    "model must be a Module, got None": (lambda: topk_overlap(cast(Any, None), [1], 1), TypeError),
-    "model must be a Module, got 'm'": (lambda: output_distances(cast(Any, "m"), [[1]]), TypeError),
-    "inputs must be a sequence of": (
-        lambda: output_distances(model_of(), cast(Any, None)),
-        TypeError,
-    ),
-    "layers must be a Sequence, got 3": (
-        lambda: output_distances(model_of(), [PROMPT], layers=cast(Any, 3)),
-        TypeError,
-    ),
-    "ks must be a Sequence, got 3": (
-        lambda: attention_recall(model_of(), PROMPT, cast(Any, 3)),
-        TypeError,
-    ),
-    "saliency must be a Tensor, got None": (lambda: overlap_of(cast(Any, None), 1), TypeError),
-    "saliency must be of floats, got torch.int64": (
-        lambda: recall_of(torch.ones(2, 3).long(), [1]),
-        TypeError,
-    ),
-    r"saliency must be \[num_layers, context_len\], none of them 0, got \[3\]": (
-        lambda: overlap_of(torch.ones(3), 1),
-        ValueError,
-    ),
-    "count must be at most the prompt's 3 tokens, got 4": (
-        lambda: top_tokens(torch.ones(3), 4),
-        ValueError,
-    ),
+LAST = NUM_LAYERS - 1
+SIZES: dict[str, Any] = {
+    **{"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 32},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1},
 }
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_arguments_of_the_wrong_kind(message: str) -> None:
-    call, error = WRONG[message]
-    with pytest.raises(error, match=message):
-        call()
 
 
 @cache
@@ -88,83 +58,95 @@ def model_of(family: Family = "llama", attn_implementation: str = "sdpa") -> Pre
     )
 
 
-@cache
-def dense_attention(family: Family = "llama") -> list[Tensor]:
-    """Per layer, what each query of each head gives each key: the model's own, in full."""
-    model = cast(Any, model_of(family, "eager"))
-    with torch.no_grad():
-        output = model(torch.tensor([PROMPT]), output_attentions=True, use_cache=False)
-    return [each[0].double() for each in output.attentions]
+@contextmanager
+def counted(model: PreTrainedModel) -> Iterator[Counter[tuple[int, int]]]:
+    """Calls of decoder layers, by layer and number of tokens."""
+    calls: Counter[tuple[int, int]] = Counter()
+
+    def counter(index: int) -> Any:
+        def count(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            calls[index, args[0].shape[1]] += 1
+
+        return count
+
+    layers = cast(Any, model).get_decoder().layers
+    handles = [layer.register_forward_pre_hook(counter(i)) for i, layer in enumerate(layers)]
+    yield calls
+    for handle in handles:
+        handle.remove()
 
 
-def dense_shares(family: Family = "llama", window: int = WINDOW) -> list[list[float]]:
-    """Per layer, each token's share of the window's attention."""
-    return [each[:, -window:].mean(dim=(0, 1)).tolist() for each in dense_attention(family)]
-
-
-def highest_of(shares: list[float], count: int) -> set[int]:
-    return set(sorted(range(len(shares)), key=lambda token: -shares[token])[:count])
+def hooks_of(model: PreTrainedModel) -> int:
+    return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())
 
 
 # Where attention goes.
 
 
+@cache
+def dense_shares(family: Family = "llama", window: int = WINDOW) -> list[list[float]]:
+    """Per layer, each token's share of the window's attention: the model's own, in full."""
+    model = cast(Any, model_of(family, "eager"))
+    with torch.no_grad():
+        output = model(torch.tensor([PROMPT]), output_attentions=True, use_cache=False)
+    return [each[0, :, -window:].double().mean(dim=(0, 1)).tolist() for each in output.attentions]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("window", [1, WINDOW, len(PROMPT)])
+@pytest.mark.parametrize("window", [1, WINDOW, len(PROMPT) - 1])
 def test_window_attention_is_that_of_the_model(family: Family, window: int) -> None:
-    shares = window_attention(model_of(family), PROMPT, window)
+    shares = torch.stack([*window_attention(model_of(family), PROMPT, window).values()])
     expected = torch.tensor(dense_shares(family, window), dtype=torch.float64)
     torch.testing.assert_close(shares, expected, atol=1e-6, rtol=1e-4)
     assert shares.std(dim=1).min() > 0.005  # peaked: a wrong layer or window would show
 
 
+def test_layers_of_sliding_windows_are_left_out() -> None:
+    """Of Gemma 3, only every sixth layer sees the whole context."""
+    config = Gemma3TextConfig(num_hidden_layers=6, sliding_window=16, head_dim=16, **SIZES)
+    model = Gemma3ForCausalLM(config).eval()
+    shares = window_attention(model, PROMPT, WINDOW)
+    assert list(shares) == [5]
+    assert topk_overlap(shares, 3) == Overlap(3, (5,), ((1.0,),))
+    assert output_distances(model, [PROMPT]).layers == (5,)
+    with pytest.raises(
+        ValueError, match=r"max_layer must be in \[5, 5\], from the first layer that"
+    ):
+        output_distances(model, [PROMPT], max_layer=2)
+
+
 @pytest.mark.parametrize("k", [1, 7, 30, len(PROMPT)])
 def test_overlap_against_sets(k: int) -> None:
-    overlap = topk_overlap(model_of(), torch.tensor([PROMPT]), k, window_size=WINDOW)
-    named = [highest_of(shares, k) for shares in dense_shares()]
-    for one, row in zip(named, overlap.pairs, strict=True):
+    attention = window_attention(model_of(), torch.tensor([PROMPT]), WINDOW)
+    pairs = topk_overlap(attention, k).pairs
+    named = [set(highest(shares, k)) for shares in dense_shares()]
+    for one, row in zip(named, pairs, strict=True):
         assert list(row) == pytest.approx([len(one & other) / k for other in named])
     if k == 7:
-        assert 0 < overlap.pairs[0][1] < 1  # or else any tokens would do
-    for distance, mean in enumerate(overlap.by_distance()):
-        pairs = [(a, a + distance) for a in range(NUM_LAYERS - distance)]
-        expected = sum(len(named[a] & named[b]) / k for a, b in pairs) / len(pairs)
-        assert mean == pytest.approx(expected)
-
-
-def test_recall_against_sums() -> None:
-    ks = [1, 7, len(PROMPT)]
-    recall = attention_recall(model_of(), PROMPT, ks, window_size=WINDOW)
-    assert list(recall) == ks
-    for k, held in recall.items():
-        expected = [
-            sum(shares[token] for token in highest_of(shares, k)) for shares in dense_shares()
-        ]
-        assert list(held) == pytest.approx(expected, abs=1e-6)
-    assert max(recall[1]) < 0.5 < min(recall[len(PROMPT)])
+        assert 0 < pairs[0][1] < 1  # or else any tokens would do
 
 
 def test_overlap_and_recall_by_hand() -> None:
     """Layer 0 names {0, 1}, layer 1 {1, 3}, layer 2 {2, 3}; each row adds up to 10."""
-    saliency = torch.tensor([[4.0, 3.0, 2.0, 1.0], [2.0, 3.0, 1.0, 4.0], [1.0, 2.0, 4.0, 3.0]])
-    overlap = overlap_of(saliency, 2)
-    assert overlap == Overlap(2, ((1.0, 0.5, 0.0), (0.5, 1.0, 0.5), (0.0, 0.5, 1.0)))
-    assert overlap.by_distance() == (1.0, 0.5, 0.0)
-    assert overlap.by_distance(range(2)) == (1.0, 0.5)
+    rows = [[4.0, 3.0, 2.0, 1.0], [2.0, 3.0, 1.0, 4.0], [1.0, 2.0, 4.0, 3.0]]
+    attention = {layer: torch.tensor(row) for layer, row in zip((0, 1, 5), rows, strict=True)}
+    overlap = topk_overlap(attention, 2)
+    assert overlap == Overlap(2, (0, 1, 5), ((1.0, 0.5, 0.0), (0.5, 1.0, 0.5), (0.0, 0.5, 1.0)))
+    found = attention_recall(attention, [1, 2, 4])
     expected = {1: (0.4, 0.4, 0.4), 2: (0.7, 0.7, 0.7), 4: (1.0, 1.0, 1.0)}
-    found = recall_of(saliency, [1, 2, 4])
     assert found == {k: pytest.approx(held) for k, held in expected.items()}
-
-
-def test_ties_go_to_the_earlier_token_and_a_tail_can_be_set() -> None:
-    equal = torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0])
-    assert top_tokens(equal, 2).tolist() == [0, 1]
-    assert top_tokens(equal, 3, protected_tail=2).tolist() == [1, 3, 4]
+    four = ((1.0, 0.5, 0.2, 0.1), (0.5, 1.0, 0.4, 0.3), (0.2, 0.4, 1.0, 0.6), (0.1, 0.3, 0.6, 1.0))
+    assert Overlap(2, (1, 3, 5, 7), four).by_distance() == {
+        "all layers": pytest.approx((1.0, 0.5, 0.25, 0.1)),
+        "layers 1-3": (1.0, 0.5),
+        "layers 5-7": (1.0, 0.6),
+    }
+    assert top_tokens(torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]]), 2).tolist() == [[0, 1]]  # ties
 
 
 def test_parts_keep_their_contracts() -> None:
-    check_scorer(WindowAttentionScorer(5))
-    check_selector(ShowingSelector(lambda context, saliency: None))
+    check_scorer(_WindowAttention(5))
+    check_selector(_Show(lambda saliency, context: None))
 
 
 class Largest(TorchDispatchMode):
@@ -188,442 +170,251 @@ def test_no_matrix_of_queries_times_keys() -> None:
     prompt = random_tokens(3, 8192)
     with Largest() as largest:
         window_attention(model, prompt)
-        output_distances(model, [prompt], layers=[0])
+        output_distances(model, [prompt], max_layer=0)
     assert 1 << 20 < largest.bytes < 4 * 8192**2 // 10
 
 
 # What dropping tokens costs.
 
 
-class ByHand:
-    """A prefill in plain loops over layers and heads, of the tokens at hand only."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.model = model_of()
-        self.hidden = embed(self.model, tokens)
-        self.positions = list(range(len(tokens)))
-        self.next_layer = 0
-
-    def copy(self) -> "ByHand":
-        other = ByHand.__new__(ByHand)
-        other.__dict__.update(self.__dict__)
-        return other
-
-    def advance(self, layers: int) -> Tensor:
-        """Run so many layers; return the last one's raw products of the last query, by head."""
-        products = torch.empty(0)
-        for _ in range(layers):
-            queries, held = project(self.model, self.next_layer, self.hidden, self.positions)
-            groups = [held[head * len(held) // len(queries)] for head in range(len(queries))]
-            outputs = []
-            for query, entries in zip(queries, groups, strict=True):
-                weights = attention_probabilities(
-                    query, self.positions, entries, query.shape[1] ** -0.5
-                )
-                outputs.append(weights @ torch.stack([entry.value for entry in entries]))
-            products = torch.stack(
-                [
-                    torch.stack([entry.key for entry in entries]) @ query[-1]
-                    for query, entries in zip(queries, groups, strict=True)
-                ]
-            )
-            self.hidden = finish_layer(self.model, self.next_layer, self.hidden, outputs)
-            self.next_layer += 1
-        return products
-
-    def cut(self, kept: list[int]) -> None:
-        self.hidden = self.hidden[kept]
-        self.positions = [self.positions[index] for index in kept]
-
-    def final(self) -> Tensor:
-        """The last token's final hidden state, once the other layers are run."""
-        self.advance(NUM_LAYERS - self.next_layer)
-        return rms_norm(self.hidden[-1], cast(Any, self.model).model.norm)
-
-
-def propagated_by_hand(layer: int, count: int) -> list[int]:
-    """The window, and the highest of the window's dense attention, max-pooled by 7."""
-    before = len(PROMPT) - WINDOW
-    rows = dense_attention()[layer][:, -WINDOW:, :before].sum(dim=1).tolist()
-    pooled = [max_pool(row, 7) for row in rows]
-    means = [sum(column) / len(column) for column in zip(*pooled, strict=True)]
-    return sorted(highest(means, count - WINDOW)) + list(range(before, len(PROMPT)))
-
-
-def restarted_by_hand(products: Tensor, count: int) -> list[int]:
-    """The last token, and the highest of the products summed over heads, averaged over 5."""
-    summed = [0.0, 0.0, *products.sum(dim=0).tolist(), 0.0, 0.0]
-    pooled = [sum(summed[index : index + 5]) / 5 for index in range(len(PROMPT))]
-    return [*sorted(highest(pooled[:-1], count - 1)), len(PROMPT) - 1]
+@torch.no_grad()
+def last_state(model: PreTrainedModel, ids: list[int], layer: int | None = None) -> Tensor:
+    """The last token's final hidden state; run as the model runs, with a drop after a layer."""
+    decoder, tokens = cast(Any, model).get_decoder(), torch.tensor([ids])
+    if layer is None:
+        return cast(Tensor, decoder(tokens).last_hidden_state[0, -1].double())
+    scorer = WindowMaxPoolScorer(4, kernel_size=3)
+    drop = TokenSelectivePropagation(tsp_layer=layer, tsp_rate=0.3, window_size=4, protect=2)
+    cache = PolicyCache(CachePolicy(scorer, KeepAllSelector(), drop))
+    with cache.attached(model):
+        output = decoder(tokens, cache=cache)
+    return cast(Tensor, output.last_hidden_state[0, -1].double())
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("tsp_rate", [0.2, 0.5])
-def test_distances_by_hand(tsp_rate: float) -> None:
-    count = int(len(PROMPT) * tsp_rate)
-    found = output_distances(model_of(), [PROMPT], tsp_rate, window_size=WINDOW)
+def test_restarts_by_hand(tsp_rate: float) -> None:
+    """The last token, and the highest of the products summed over heads, averaged over 5."""
+    model, count = model_of(), int(len(PROMPT) * tsp_rate)
+    found = output_distances(model, [PROMPT], tsp_rate, max_layer=LAST, window_size=WINDOW)
     assert found.layers == (0, 1, 2, 3)
-    assert found.tokens == (count,)
-    full = ByHand(PROMPT).final()
-    state = ByHand(PROMPT)
+    full = last_state(model, PROMPT)
+    assert found.norms == pytest.approx([float(full.norm())], rel=1e-4)
+    hidden = cast(Any, model)(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
     for layer in found.layers:
-        products = state.advance(1)
-        dropped = state.copy()
-        dropped.cut(propagated_by_hand(layer, count))
-        again = ByHand([PROMPT[index] for index in restarted_by_hand(products, count)])
-        for distances, other in (
-            (found.propagated, dropped.final()),
-            (found.restarted, again.final()),
-        ):
-            expected = float((other - full).norm() / full.norm())
-            assert distances[0][layer] == pytest.approx(expected, rel=1e-4, abs=1e-5)
-            assert expected > 0.05 or (layer == NUM_LAYERS - 1 and distances is found.propagated)
+        queries, held = project(model, layer, hidden[layer][0], list(range(len(PROMPT))))
+        summed = torch.zeros(len(PROMPT) + 4)
+        for head, query in enumerate(queries):
+            entries = held[head * len(held) // len(queries)]
+            summed[2:-2] += torch.stack([entry.key for entry in entries]) @ query[-1]
+        pooled = [float(summed[index : index + 5].mean()) for index in range(len(PROMPT) - 1)]
+        chosen = [*sorted(highest(pooled, count - 1)), len(PROMPT) - 1]
+        again = last_state(model, [PROMPT[index] for index in chosen])
+        expected = float((again - full).norm() / full.norm())
+        assert expected > 0.05
+        assert found.restarted[layer] == pytest.approx([expected], rel=1e-4)
 
 
-def test_distances_of_several_prompts_are_those_of_each() -> None:
-    others = [PROMPT, random_tokens(5, 31)]
-    both = output_distances(model_of(), others, 0.3, layers=[2, 0])
-    for index, prompt in enumerate(others):
-        alone = output_distances(model_of(), [prompt], 0.3)
-        assert both.tokens[index] == alone.tokens[0]
-        for mine, theirs in (
-            (both.propagated, alone.propagated),
-            (both.restarted, alone.restarted),
-        ):
-            assert mine[index] == (theirs[0][0], theirs[0][2])
-    assert both.layers == (0, 2)
-    first, second = both.propagated
-    means = [(one + other) / 2 for one, other in zip(first, second, strict=True)]
-    assert list(both.mean_propagated) == pytest.approx(means)
+DROP: dict[str, Any] = {"window_size": 4, "kernel_size": 3, "protect": 2, "restart": False}
 
 
-def test_nothing_dropped_is_no_distance() -> None:
-    """At a rate of 1; where the window is the whole prompt; and after the last layer."""
-    for found in (
-        output_distances(model_of(), [PROMPT], 1.0),
-        output_distances(model_of(), [PROMPT], 0.1, window_size=len(PROMPT)),
+def as_run_for_each_layer(model: PreTrainedModel) -> None:
+    found = output_distances(model, [PROMPT], 0.3, max_layer=LAST, **DROP)
+    full = last_state(model, PROMPT)
+    for layer in range(LAST):
+        expected = float((last_state(model, PROMPT, layer) - full).norm() / full.norm())
+        assert expected > 0.05  # the drop matters
+        assert found.propagated[layer] == pytest.approx([expected], rel=1e-4)
+    assert found.propagated[LAST] == pytest.approx([0.0], abs=1e-6)  # no layer comes after it
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_running_the_model_for_each_layer(family: Family, implementation: str) -> None:
+    as_run_for_each_layer(model_of(family, implementation))
+
+
+def test_models_whose_layers_cannot_be_shared_are_run_for_each_layer() -> None:
+    """One has no norm; one does more after it; one gives a layer a tensor of its own."""
+    sizes = {"n_layer": NUM_LAYERS, "n_embd": 48, "n_head": 6, "vocab_size": VOCAB_SIZE}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 1}
+    as_run_for_each_layer(GPT2LMHeadModel(GPT2Config(initializer_range=0.3, **sizes)).eval())
+
+    def double(module: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = 2 * output.last_hidden_state
+        return output
+
+    def add(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "biases": torch.zeros(1)}
+
+    model = tiny_model("llama", seed=7, num_layers=NUM_LAYERS)
+    decoder = cast(Any, model).get_decoder()
+    for register in (
+        lambda: decoder.register_forward_hook(double),
+        lambda: decoder.layers[2].register_forward_pre_hook(add, with_kwargs=True),
     ):
-        assert found.tokens == (len(PROMPT),)
-        assert max(*found.propagated[0], *found.restarted[0]) < 1e-5
-    last = output_distances(model_of(), [PROMPT], 0.1, layers=[NUM_LAYERS - 1])
-    assert last.propagated[0][0] < 1e-5 < last.restarted[0][0]
+        handle = register()
+        as_run_for_each_layer(model)
+        with counted(model) as calls:
+            output_distances(model, [PROMPT], 0.3, max_layer=1, **DROP)
+        assert sum(calls[0, length] for length in (59, 17)) >= 3  # the first layer, each time
+        handle.remove()
 
 
-def test_the_needle_model_has_retrieved_by_layer_2() -> None:
-    """From there on propagation costs little, and a restart costs the second hop."""
-    prompts = [each.input_ids for each in needle_prompts(256, count=8) if each.kind == "two-hop"]
-    found = output_distances(load().model, prompts, 0.2)
-    assert max(found.mean_propagated[2:]) < 0.2
-    assert min(found.mean_propagated[:2]) > 0.5
-    for near, far in list(zip(found.mean_propagated, found.mean_restarted, strict=True))[2:]:
-        assert near < far
+def test_cost_is_one_full_pass_and_the_later_layers_of_each() -> None:
+    """The layers before a drop are run once for all; a restart reads what is chosen alone."""
+    model, inputs = model_of("qwen3"), [random_tokens(0, 60), random_tokens(1, 40)]
+    expected = Counter({(layer, n): 1 for layer in range(NUM_LAYERS) for n in (60, 40)})
+    for dropped_at in range(3):
+        for layer in range(dropped_at + 1, NUM_LAYERS):
+            expected[layer, 15] += 1  # int(0.25 * 60)
+            expected[layer, 10] += 1
+    with counted(model) as calls:
+        output_distances(model, inputs, 0.25, max_layer=2, restart=False)
+    assert calls == expected
+    with counted(model) as calls:
+        output_distances(model, inputs, 0.25, max_layer=2)
+    for layer in range(NUM_LAYERS):
+        expected[layer, 60] += 1
+        expected[layer, 40] += 1
+        expected[layer, 15] += 3
+        expected[layer, 10] += 3
+    assert calls == expected
+
+
+def test_nothing_dropped_is_no_distance_and_costs_one_pass() -> None:
+    model = model_of()
+    with counted(model) as calls:
+        found = output_distances(model, [PROMPT], 1.0, max_layer=LAST, restart=False)
+    assert calls == Counter({(layer, 59): 1 for layer in range(NUM_LAYERS)})
+    assert found.propagated == ((0.0,),) * NUM_LAYERS
+    assert found.choose() == 0  # the earliest of equals
+
+
+def test_several_prompts_are_each_of_them() -> None:
+    """In any order and of several lengths, as ``[len]`` or ``[1, len]``; means and worst."""
+    inputs: list[Any] = [PROMPT[:37], torch.tensor([PROMPT]), torch.tensor(PROMPT[:23])]
+    told: list[tuple[str, int, int]] = []
+    together = output_distances(model_of(), inputs, 0.3, progress=lambda *each: told.append(each))
+    assert told == [("output distances", done, 3) for done in range(4)]
+    alone = [output_distances(model_of(), [each], 0.3) for each in inputs]
+    assert together.lengths == (37, 59, 23)
+    assert together.norms == tuple(each.norms[0] for each in alone)
+    for at in range(2):
+        assert together.propagated[at] == tuple(each.propagated[at][0] for each in alone)
+        assert together.restarted[at] == tuple(each.restarted[at][0] for each in alone)
+        singles, row = [each.by_layer[at] for each in alone], together.by_layer[at]
+        assert row.squared == pytest.approx(sum(each.squared for each in singles) / 3)
+        assert row.normalised == pytest.approx(sum(each.normalised for each in singles) / 3)
+        assert row.worst == max(each.worst for each in singles)
+        assert singles[0].normalised == singles[0].worst
+
+
+def test_defaults_and_compute_rates() -> None:
+    """By hand, 4 layers at rate 0.2: layer 0 computes 1 + 3 * 0.2 of 4 layers, layer 1 2.4."""
+    found = output_distances(model_of(), [PROMPT], restart=False)
+    assert found.layers == (0, 1)  # 4 // 2 - 1
+    assert [each.compute_rate for each in found.by_layer] == pytest.approx([1.6 / 4, 2.4 / 4])
+
+
+def test_the_criteria_by_hand() -> None:
+    """They read different numbers: argmin the squared distance, earliest the normalised one."""
+    far = ((0.7, 0.1), (0.2, 0.2), (0.3, 0.1), (0.3, 0.1), (0.02, 0.2))
+    distances = OutputDistances(0.2, 9, (0, 1, 2, 4, 5), (50, 60), (1.0, 9.0), far)
+    assert [each.normalised for each in distances.by_layer] == pytest.approx(
+        [0.25, 0.04, 0.05, 0.05, 0.0202]
+    )
+    assert distances.choose() == 2  # (0.09 + 0.81) / 2; the earliest of equals
+    assert distances.choose("earliest", 0.06) == 1
+    assert distances.choose("earliest", 0.03) == 5
+    assert distances.choose("earliest", 0.3) == 0
+    with pytest.raises(
+        ValueError, match=r"up to max_layer 5, but the closest, 5, is at 0.0202, got 0.01; raise"
+    ):
+        distances.choose("earliest")
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = tiny_model("llama", seed=3)
+    before = model(torch.tensor([PROMPT])).logits
+    output_distances(model, [PROMPT])
+    assert hooks_of(model) == 0
+    assert torch.equal(model(torch.tensor([PROMPT])).logits, before)
+
+    def fail(module: nn.Module, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = cast(Any, model).get_decoder().layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        output_distances(model, [PROMPT])
+    handle.remove()
+    assert hooks_of(model) == 0
 
 
 # Bad input.
 
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"inputs": []}, ValueError, "inputs must hold at least one prompt, got none"),
+    ({"inputs": torch.tensor(PROMPT)}, TypeError, "sequence of prompts' token ids, got Tensor"),
+    ({"inputs": PROMPT}, ValueError, r"prompt 0 must be \[prompt_len\] or .* got shape \[\]"),
+    ({"inputs": [PROMPT, [PROMPT] * 2]}, ValueError, r"prompt 1 must .* got shape \[2, 59\]"),
+    ({"inputs": ["text"]}, TypeError, "prompt 0 must be the token ids of one prompt"),
+    ({"inputs": [[0.5] * 20]}, TypeError, "prompt 0 must be ints, got torch.float32"),
+    ({"inputs": [PROMPT, PROMPT[:8]]}, ValueError, "longer than window_size, 8 tokens, got 8"),
+    ({"inputs": [[5] * 20 + [VOCAB_SIZE]]}, ValueError, r"ids in \[0, 96\], got 97"),
+    ({"inputs": [[5] * 20 + [-1]]}, ValueError, r"ids in \[0, 96\], got -1"),
+    ({"max_layer": 4}, ValueError, r"max_layer must be in \[0, 3\], .*, got 4"),
+    ({"max_layer": -1}, ValueError, "max_layer must be at least 0"),
+    ({"max_layer": 1.0}, TypeError, "max_layer must be an int"),
+    ({"tsp_rate": 0.0}, ValueError, r"tsp_rate must be in \(0, 1\], got 0.0"),
+    ({"tsp_rate": "x"}, TypeError, "tsp_rate must be a number"),
+    ({"window_size": 0}, ValueError, "window_size must be at least 1"),
+    ({"kernel_size": 4}, ValueError, "kernel_size must be odd"),
+    ({"model": None}, TypeError, "model must be a Module, got None"),
+]
 
-@pytest.fixture
-def untouched() -> Any:
-    """A model that must not be run."""
 
-    def run(*arguments: Any) -> None:
-        raise AssertionError("the model was run")
-
-    model = tiny_model("llama", seed=7, num_layers=NUM_LAYERS)
-    cast(Any, model).model.embed_tokens.register_forward_hook(run)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"input_ids": []}, ValueError, r"at least one token, .*got shape \[0\]"),
-        ({"input_ids": [[1, 2], [3, 4]]}, ValueError, r"one prompt .*got shape \[2, 2\]"),
-        ({"input_ids": 3}, ValueError, r"got shape \[\]"),
-        ({"input_ids": [0.5, 1.0]}, TypeError, "input_ids must be ints, got torch.float32"),
-        ({"input_ids": "text"}, TypeError, "input_ids must be the token ids of one prompt"),
-        ({"input_ids": [5] * 20 + [97]}, ValueError, r"in \[0, 96\], .* got 97"),
-        ({"input_ids": [5] * 20 + [-1]}, ValueError, r"in \[0, 96\], .* got -1"),
-        ({"k": 0}, ValueError, "k must be at least 1, got 0"),
-        ({"k": 2.0}, TypeError, "k must be an int"),
-        ({"k": 60}, ValueError, "k must be at most the prompt's 59 tokens, got 60"),
-        ({"window_size": 60}, ValueError, "window_size must be at most the prompt's 59 tokens"),
-        ({"window_size": 0}, ValueError, "window_size must be at least 1, got 0"),
-        ({"window_size": 2.5}, TypeError, "window_size must be an int"),
-    ],
-)
-def test_bad_overlap(
-    untouched: Any, change: dict[str, Any], error: type[Exception], message: str
+@pytest.mark.parametrize(("arguments", "error", "said"), BAD)
+def test_bad_input_before_anything_is_computed(
+    arguments: dict[str, Any], error: type[Exception], said: str
 ) -> None:
-    arguments: dict[str, Any] = {"input_ids": PROMPT, "k": 3, **change}
-    with pytest.raises(error, match=message):
-        topk_overlap(untouched, **arguments)
-    ks = [1, arguments.pop("k")]
-    with pytest.raises(
-        error,
-        match=message.replace("k must", "each of ks must", 1)
-        if message.startswith("k")
-        else message,
-    ):
-        attention_recall(untouched, ks=ks, **arguments)
+    with counted(model_of()) as calls, pytest.raises(error, match=said):
+        output_distances(**{"model": model_of(), "inputs": [PROMPT], **arguments})
+    assert not calls
 
 
-def test_models_that_give_no_numbers_to_measure(untouched: Any) -> None:
-    untouched.train()
-    for call in (topk_overlap, output_distances):
-        with pytest.raises(ValueError, match="model must be in evaluation mode, got training"):
-            call(untouched, [PROMPT], 1)
-    broken = tiny_model("llama", seed=7)
-    torch.nn.init.constant_(cast(Any, broken).model.norm.weight, torch.inf)
-    with pytest.raises(ValueError, match="model must return finite final hidden states"):
-        output_distances(broken, [PROMPT])
+def test_bad_numbers_of_tokens() -> None:
+    attention = {0: torch.ones(59)}
+    with pytest.raises(ValueError, match="k must be at most the prompt's 59 tokens, got 60"):
+        topk_overlap(attention, 60)
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        attention_recall(attention, [1, 0])
+    with pytest.raises(ValueError, match="longer than window_size, 59 tokens, got 59"):
+        window_attention(model_of(), PROMPT, 59)
 
 
-def test_bad_recall(untouched: Any) -> None:
-    with pytest.raises(ValueError, match="ks must hold at least one number of tokens"):
-        attention_recall(untouched, PROMPT, [])
+def test_bad_criteria() -> None:
+    distances = OutputDistances(0.2, 4, (0,), (50,), (1.0,), ((0.5,),))
+    with pytest.raises(ValueError, match="criterion must be one of argmin, earliest, got 'latest'"):
+        distances.choose("latest")
+    for tolerance in (0.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="tolerance must be above 0 and finite"):
+            distances.choose("argmin", tolerance)
+    with pytest.raises(TypeError, match="tolerance must be a number"):
+        distances.choose("earliest", cast(Any, "0.1"))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"inputs": []}, ValueError, "inputs must hold at least one prompt, got none"),
-        ({"inputs": [PROMPT, []]}, ValueError, "at least one token"),
-        ({"inputs": PROMPT}, ValueError, "one prompt of at least one token"),
-        ({"inputs": [PROMPT, [1, 2]]}, ValueError, "window_size must be at most the prompt's 2"),
-        ({"tsp_rate": 0.0}, ValueError, r"tsp_rate must be in \(0, 1\], got 0.0"),
-        ({"tsp_rate": 1.5}, ValueError, r"tsp_rate must be in \(0, 1\], got 1.5"),
-        ({"tsp_rate": "x"}, TypeError, "tsp_rate must be a number"),
-        ({"layers": []}, ValueError, "layers must hold at least one layer"),
-        ({"layers": [1, 1]}, ValueError, r"each once, got \[1, 1\]"),
-        ({"layers": [4]}, ValueError, r"in \[0, 3\] for a model of 4 layers, got 4"),
-        ({"layers": [-1]}, ValueError, "each of layers must be at least 0, got -1"),
-        ({"layers": [1.0]}, TypeError, "each of layers must be an int"),
-    ],
-)
-def test_bad_distances(
-    untouched: Any, change: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    arguments: dict[str, Any] = {"inputs": [PROMPT], **change}
-    with pytest.raises(error, match=message):
-        output_distances(untouched, **arguments)
-
-
-# The command.
-
-SMALL = ("--context", 64, "--count", 2, "-k", 8)
-FILES = ["analyze.json", "distances.png", "overlap.png", "recall.png"]
-
-
-@pytest.fixture
-def run(run: Run) -> Run:
-    return partial(run, "analyze")
-
-
-@pytest.fixture(scope="module")
-def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (prompt, _) = needle_prompts(96, count=2, seed=5)
-    file = tmp_path_factory.mktemp("prompts") / "needle.txt"
-    file.write_text(load().tokenizer.decode(list(prompt.input_ids)) + "\n")
-    return file
-
-
-def test_command_prints_and_writes_what_the_functions_find(run: Run, tmp_path: Path) -> None:
-    out = tmp_path / "new" / "out"
-    status, shown, _ = run(*SMALL, "--out", out)
-    assert status == 0
-    assert sorted(path.name for path in out.iterdir()) == FILES
-    assert max(len(line.rstrip()) for line in shown.split("\nwritten")[0].splitlines()) <= 80
-    data = json.loads((out / "analyze.json").read_text())
-    prompts = needle_prompts(64, count=2)
-    assert data["prompts"] == {"one-hop": [64], "two-hop": [64]}
-    assert data["overlap"]["chance"] == 8 / 64
-
-    model = load().model
-    one, other = (topk_overlap(model, prompt.input_ids, 8).pairs for prompt in prompts)
-    means = [
-        [(a + b) / 2 for a, b in zip(*rows, strict=True)] for rows in zip(one, other, strict=True)
-    ]
-    for row, expected in zip(data["overlap"]["pairs"], means, strict=True):
-        assert row == pytest.approx(expected)
-    assert list(data["overlap"]["by_distance"]) == ["all layers", "layers 0-2", "layers 3-5"]
-    assert [each["k"] for each in data["recall"]] == [2, 4, 8, 16, 32]
-    for kind, prompt in zip(("one-hop", "two-hop"), prompts, strict=True):
-        found = output_distances(model, [prompt.input_ids], 0.2)
-        assert data["distances"][kind] == found.as_data()
-
-    rows = [line.split() for line in shown.splitlines()]
-    first = next(row for row in rows if row[:1] == ["0"])
-    assert first[1] == f"{100 * means[0][1]:.1f}"
-    assert first[2:] == [f"{100 * each['layers'][0]:.1f}" for each in data["recall"]]
-    last = [row for row in rows if row[:1] == ["5"]][-1]
-    propagation = data["distances"]["one-hop"]["propagation"]["mean"]
-    assert last[1] == f"{propagation[5]:.4f}"
-
-
-def test_many_shares_of_attention_take_several_tables(run: Run, tmp_path: Path) -> None:
-    ks = range(40, 53)
-    arguments = [each for k in ks for each in ("--recall-k", k)]
-    status, shown, _ = run(*SMALL, *arguments, "--layer", 5, "--out", tmp_path)
-    assert status == 0
-    assert max(len(line.rstrip()) for line in shown.split("\nwritten")[0].splitlines()) <= 80
-    recall = json.loads((tmp_path / "analyze.json").read_text())["recall"]
-    assert [each["k"] for each in recall] == list(ks)
-    rows = [line.split() for line in shown.splitlines()]
-    second = [row[1:] for row in rows if row[:1] == ["1"]][:3]  # the layer's in each table
-    assert [len(row) for row in second] == [6, 6, 2]
-    assert [cell for row in second for cell in row][1:] == [
-        f"{100 * each['layers'][1]:.1f}" for each in recall
-    ]
-
-
-def test_command_on_files(run: Run, prompt_file: Path, tmp_path: Path) -> None:
-    """One prompt a file, other layers and numbers; a second run replaces the first one's files."""
-    arguments = (
-        "--recall-k",
-        3,
-        "--recall-k",
-        1,
-        "--layer",
-        4,
-        "--window-size",
-        6,
-        "--tsp-rate",
-        0.5,
-    )
-    files = ("--prompt-file", prompt_file, "--prompt-file", prompt_file)
-    out = tmp_path / "out"
-    for _ in range(2):
-        status, shown, _ = run(*files, "-k", 5, *arguments, "--out", out)
-        assert status == 0
-    assert sorted(path.name for path in out.iterdir()) == FILES
-    data = json.loads((out / "analyze.json").read_text())
-    assert data["prompts"] == {"prompts": [96, 96]}
-    assert data["settings"]["prompt_files"] == [str(prompt_file)] * 2
-    assert [each["k"] for each in data["recall"]] == [1, 3]
-    assert data["distances"]["prompts"]["layers"] == [4]
-    assert data["distances"]["prompts"]["tokens"] == [48, 48]
-    assert "2 prompts of 96 tokens" in " ".join(shown.split())
-    assert "50% of the tokens" in " ".join(shown.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["-k", "97"], "k must be at most the prompt's 96 tokens, got 97"),
-        (["--recall-k", "97"], "each of ks must be at most the prompt's 96 tokens, got 97"),
-        (["--window-size", "97"], "window_size must be at most the prompt's 96 tokens, got 97"),
-        (["--layer", "6"], "each of layers must be in [0, 5] for a model of 6 layers, got 6"),
-        (["--layer", "1", "--layer", "1"], "each once, got [1, 1]"),
-        (["--tsp-rate", "0"], "tsp_rate must be in (0, 1], got 0.0"),
-        (["--tsp-rate", "nan"], "tsp_rate must be in (0, 1], got nan"),
-        (["--prompt-file", "no-such.txt"], "prompt file no-such.txt does not exist"),
-        (["--model", "./no/such"], "model ./no/such does not exist"),
-        (["--dtype", "int7"], "dtype must be one of auto"),
-        (["--chat"], "--chat needs a chat template"),
-    ],
-)
-def test_bad_input_leaves_no_file(
-    run: Run, prompt_file: Path, tmp_path: Path, arguments: list[str], said: str
-) -> None:
-    out = tmp_path / "out"
-    status, shown, err = run("--prompt-file", prompt_file, "-k", 8, "--out", out, *arguments)
-    assert (status, shown) == (1, "")
-    (line,) = (line for line in err.splitlines() if line.strip())
-    assert line.startswith("error: ")
-    assert said in line
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    "change", [{"k": 65}, {"recall_ks": (1, 65)}, {"window_size": 65}, {"layers": (6,)}]
-)
-def test_settings_are_held_against_all_prompts_before_any_is_read(change: dict[str, Any]) -> None:
-    said: list[str] = []
-    settings = AnalysisSettings(**{"context": 64, "count": 2, "k": 8, **change})
-    with pytest.raises(ValueError, match=r"got 65|got 6$"):
-        study.run(settings, [], load(), lambda stage, done, total: said.append(stage))
-    assert said == []
-
-
-def test_bad_files_and_folders(run: Run, prompt_file: Path, tmp_path: Path) -> None:
-    assert "--prompt-file must be given with --model some/model" in run("--model", "some/model")[2]
-    assert "out must be a folder" in run(*SMALL, "--out", prompt_file)[2]
-    empty = tmp_path / "empty.txt"
-    empty.write_text("\n")
-    assert "is empty" in run("--prompt-file", empty, "--out", tmp_path / "out")[2]
-    assert run("-k", 0)[0] == 2
-    assert list(tmp_path.iterdir()) == [empty]
-
-
-def test_a_picture_that_fails_leaves_no_file(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: Any) -> bytes:
-        raise ValueError("no picture today")
-
-    monkeypatch.setattr(study, "plot_distances", fail)
-    status, _, err = run(*SMALL, "--out", tmp_path / "out")
-    assert (status, err.strip()) == (1, "error: no picture today")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_long_prompt_is_noted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = load()
-    monkeypatch.setattr(loaded.model.config, "max_position_embeddings", 63)
-    monkeypatch.setattr(
-        "kvpolicy.evaluation.commands.work.analyze.load_shown", lambda *each: loaded
-    )
-    said = "Prompts of up to 64 tokens exceed the 63 positions that the model is made for."
-    status, out, err = run(*SMALL)
-    assert (status, out) == (1, "")
-    assert "prompts must fit into the 63 positions of needle, got a prompt of 64 tokens" in err
-    assert said in " ".join(run(*SMALL, "--beyond-positions")[1].split())
-
-
-# The pictures.
-
-
-def pixels(picture: bytes) -> Any:
-    return image.imread(BytesIO(picture), format="png")
-
-
-@pytest.mark.parametrize("num_layers", [1, 2, 40])
-def test_pictures_of_any_depth(num_layers: int) -> None:
-    """No warning is raised, and what is drawn depends on the numbers."""
-    row = tuple(layer / num_layers for layer in range(num_layers))
-    pairs = tuple(tuple(1 - abs(a - b) for b in row) for a in row)
-    halves = {"all layers": range(num_layers), "layers": range(num_layers // 2)}
-    overlap = pixels(plot_overlap(Overlap(8, pairs), halves, 0.1))
-    assert (overlap != pixels(plot_overlap(Overlap(8, pairs), halves, 0.3))).any()
-    assert (
-        pixels(plot_recall({8: row})) != pixels(plot_recall({8: tuple(1 - each for each in row)}))
-    ).any()
-    layers = tuple(range(num_layers))
-    near = OutputDistances(0.2, layers, (4, 4), (row, row), (row, row))
-    far = OutputDistances(0.2, layers, (4, 4), (row, row), (row, tuple(2 * x for x in row)))
-    alone, both = (pixels(plot_distances({"prompts": each})) for each in (near, far))
-    assert alone.shape == both.shape
-    assert (alone != both).any() == (num_layers > 1)
-    twice = pixels(plot_distances({"one-hop": near, "two-hop": far}))
-    assert twice.shape[1] > alone.shape[1]
-
-
-@pytest.mark.parametrize("count", [1, 5, 16, 17, 31, 100])
-@pytest.mark.parametrize("factor", [1, 1310])
-def test_the_legend_of_any_number_of_lines(
-    monkeypatch: pytest.MonkeyPatch, count: int, factor: int
-) -> None:
-    """It shows whole, beside lines that keep their room."""
-    figures: list[Any] = []
-    write = analysis_plots._png
-    monkeypatch.setattr(analysis_plots, "_png", lambda each: figures.append(each) or write(each))
-    plot_recall({factor * k: (0.2, 0.3, 0.9) for k in range(1, count + 1)})
-    (figure,) = figures
-    (axes,), (legend,) = figure.axes, figure.legends
-    figure.draw_without_rendering()
-    box = legend.get_window_extent()
-    assert len(legend.get_texts()) == count
-    assert 0 <= box.y0 < box.y1 <= figure.bbox.y1
-    assert axes.get_tightbbox().x1 <= box.x0 < box.x1 <= figure.bbox.x1
-    assert axes.get_window_extent().width > 4 * figure.dpi
+def test_models_that_will_not_do() -> None:
+    windows = MistralConfig(num_hidden_layers=2, sliding_window=16, **SIZES)
+    with pytest.raises(UnsupportedModelError, match="layers that see all: none"):
+        output_distances(MistralForCausalLM(windows).eval(), [PROMPT])
+    training = tiny_model("llama", seed=3).train()
+    with pytest.raises(ValueError, match=r"evaluation mode.*model\.eval"):
+        output_distances(training, [PROMPT])
+    model = tiny_model("llama", seed=3)
+    for weight in (math.nan, 0.0):
+        nn.init.constant_(cast(Any, model).get_decoder().norm.weight, weight)
+        with pytest.raises(
+            ValueError, match="finite final hidden states other than 0, .* prompt 1"
+        ):
+            output_distances(model, [PROMPT[:30], PROMPT])  # the longest comes first
