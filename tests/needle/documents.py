@@ -5,7 +5,10 @@ from typing import Any
 
 import datasets
 
+from kvpolicy.integrations.lm_eval import register_splitter
 from tests.needle import NeedleTask, text_of
+
+register_splitter("needle_*", lambda doc, prompt: len(doc["context"]))
 
 
 def one_hop(**metadata: Any) -> dict[str, Any]:

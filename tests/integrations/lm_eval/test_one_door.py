@@ -1,4 +1,4 @@
-"""The bundled model's questions through the harness, from its own command too."""
+"""The needle model's questions through the harness, from its own command too."""
 
 import json
 import subprocess
