@@ -6,8 +6,6 @@ import os
 import re
 from pathlib import Path
 
-from kvpolicy.evaluation.defaults import NEEDLE
-
 # The form of a name on the Hugging Face Hub: "model" or "owner/model".
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 
@@ -27,8 +25,6 @@ def check_model_name(name: str) -> str:
     Raises:
         ValueError: It is a path, and no folder of a model.
     """
-    if name == NEEDLE:
-        return name
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -41,8 +37,7 @@ def check_model_name(name: str) -> str:
         raise ValueError(f"model {name} must be a folder as save_pretrained writes it, got a file")
     if not is_hub_name(name):
         raise ValueError(
-            f"model {name} does not exist; give a folder, a Hub name such as owner/model, or "
-            f"{NEEDLE} for the bundled model"
+            f"model {name} does not exist; give a folder, or a Hub name such as owner/model"
         )
     if os.sep in name and path.parent.is_dir() and cached_config(name) is None:
         raise ValueError(

@@ -9,10 +9,9 @@ import attrs
 import torch
 
 from kvpolicy.evaluation.default_model import HUB_NAME, default_model
-from kvpolicy.evaluation.defaults import DTYPE_NAMES, NEEDLE
+from kvpolicy.evaluation.defaults import DTYPE_NAMES
 from kvpolicy.evaluation.model_names import check_model_name
 from kvpolicy.evaluation.progress import Progress, silent
-from kvpolicy.evaluation.tasks import needle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,11 +35,6 @@ class Loaded:
     name: str
     model: PreTrainedModel
     tokenizer: Any
-
-    @property
-    def bundled(self) -> bool:
-        """True if this is the needle model that comes with the package."""
-        return self.name == NEEDLE
 
     @property
     def dtype(self) -> str:
@@ -74,9 +68,6 @@ def load(
         folder = default_model(progress)
         found = _from_pretrained(str(folder), DTYPES.get(dtype, "auto"), target)
         return attrs.evolve(found, name=DEFAULT_NAME)
-    if name == NEEDLE:
-        model = needle.load_model(dtype=DTYPES.get(dtype, torch.float32))
-        return Loaded(name, model.to(target).eval(), needle.load_tokenizer())
     return _from_pretrained(name, DTYPES.get(dtype, "auto"), target)
 
 
@@ -89,8 +80,6 @@ def load_tokenizer(name: str | None = None) -> Any:
     Raises:
         ValueError: There is no such model; says what was tried.
     """
-    if name == NEEDLE:
-        return needle.load_tokenizer()
     place = str(default_model()) if name is None else check_model_name(name)
     from transformers import AutoTokenizer
 

@@ -29,10 +29,9 @@ from pathlib import Path
 import pytest
 
 from kvpolicy import names
-from kvpolicy.evaluation import needle_prompts
 from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.commands.app import COMMANDS
-from kvpolicy.evaluation.models import load_tokenizer
+from tests.needle import MODEL_DIR
 from tests.test_reproduce import place as place
 
 ROOT = Path(__file__).parents[1]
@@ -90,13 +89,13 @@ LEAST = {
 }
 # What `kvpolicy eval` is asked for, since the harness's tasks must be downloaded.
 ANSWERED = {
-    "--model": str(ROOT / "evaluation/tasks/needle/weights"),
+    "--model": str(MODEL_DIR),
     "--include": str(ROOT / "tests/evaluation/suite/tasks"),
     "--tasks": "own_words",
     "--lengths": "96",
 }
 COMPLETED = {
-    "generate": ("--prompt-file", "needle.txt"),
+    "generate": ("--prompt-file", "report.txt"),
 }
 
 
@@ -155,8 +154,6 @@ def files(place: Path) -> Path:
     (place / "questions.jsonl").write_text(f"{row}\n{row}\n")
     chat = [{"role": "system", "content": essay[:50]}, {"role": "user", "content": essay}]
     (place / "chat.json").write_text(json.dumps(chat))
-    needle = load_tokenizer().decode(needle_prompts(128, count=2)[0].input_ids[1:])
-    (place / "needle.txt").write_text(needle)
     return place
 
 
@@ -188,7 +185,7 @@ def tiny(line: str) -> tuple[list[str], str]:
         if each in SIZES:
             found[at + 1] = SIZES[each]
     if found[-1] == "--prompt-file":
-        found.append("needle.txt")
+        found.append("report.txt")
     if command in COMPLETED and not {"--prompt-file", "--chat-file", "--tasks"} & set(found):
         found += COMPLETED[command]
     if command == "eval":  # each its own folder: one goes on under the same settings alone

@@ -1,22 +1,26 @@
-"""Compare policies on your own model and prompts; `kvpolicy compare` does it in a shell."""
+"""Compare policies on your own model and questions; `kvpolicy compare` does it in a shell."""
 
 import json
 import tempfile
 from pathlib import Path
 
-from kvpolicy.evaluation import load, measure_accuracy, needle_prompts, read_prompts, variants
+from kvpolicy.evaluation import cells_of, load, outcomes
+from kvpolicy.evaluation.tasks.files import Files
+from kvpolicy.evaluation.tasks.needles import Needles
+from kvpolicy.policies import ReplayKV, SnapKV, StreamingLLM
 
-loaded = load("needle")  # or a folder, or the name of a model on the Hugging Face Hub
-decode = loaded.tokenizer.decode
+loaded = load()  # SmolLM2-135M-Instruct, or the folder or Hub name of another model
 
-# One line for each prompt: {"prompt": "...", "answer": "..."}. Here: the bundled model's prompts.
+# One line for each question about a document. Here: facts hidden in Python's documentation.
 file = Path(tempfile.mkdtemp()) / "questions.jsonl"
 with file.open("w", encoding="utf-8") as lines:
-    for each in needle_prompts(context_len=256, count=8):
-        line = {"prompt": decode(each.input_ids), "answer": decode(each.answers[0])}
-        lines.write(json.dumps(line) + "\n")
+    for each in Needles(("number",)).questions(loaded.tokenizer, 300, 4):
+        question = each.question
+        entry = {"context": question.document, "question": f"\n\n{question.prefix}", "plain": True}
+        entry["answer"] = question.expected  # with the space that comes before it
+        print(json.dumps(entry), file=lines)
 
-prompts = read_prompts(file, loaded.tokenizer)
-for variant in variants(["full_context", "snapkv", "streamingllm"], rates=[0.2], tsp_layer=2):
-    (score,) = measure_accuracy(loaded.model, prompts, variant.policy).values()
-    print(f"{variant.label:<18} {score.matches} of {score.count}")
+asked = Files(file, new_tokens=9).questions(loaded.tokenizer, tokens=400, count=4)
+policies = {"ReplayKV": ReplayKV(0.2), "SnapKV": SnapKV(0.2), "StreamingLLM": StreamingLLM(0.2)}
+for cell in cells_of(outcomes(loaded.model, loaded.tokenizer, asked, policies)):
+    print(f"{cell.policy:<13} {cell.score:4.0%} right, {cell.kept:4.0%} of the tokens held")

@@ -3,7 +3,8 @@
 import torch
 
 from kvpolicy import CachePolicy
-from kvpolicy.evaluation.needle import NeedleTask, load_model
+from kvpolicy.evaluation import load
+from kvpolicy.evaluation.tasks.needles import Needles
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
     AdaptiveHeadSelector,
@@ -14,17 +15,18 @@ from kvpolicy.policies import (
 )
 
 # The scorer adds two scores: what the last tokens attend to, and keys unlike the others. The heads
-# share a budget of a tenth of the tokens. After layer 3 a fifth of the tokens go on.
+# share a budget of a fifth of the tokens. After layer 15 half of the tokens go on.
 policy = CachePolicy(
     scorer=SumScorer([WindowMaxPoolScorer(), KeyDiffScorer()], weights=[1.0, 0.01]),
-    selector=AdaptiveHeadSelector(retention_rate=0.1),
-    propagation=TokenSelectivePropagation(tsp_layer=3, tsp_rate=0.2),
+    selector=AdaptiveHeadSelector(retention_rate=0.2),
+    propagation=TokenSelectivePropagation(tsp_layer=15, tsp_rate=0.5),
 )
 print(policy)
-model = load_model()
-prompt = NeedleTask(context_len=1024).prompts(1)[0]
+loaded = load()  # SmolLM2-135M-Instruct, or the folder or Hub name of another model
+(asked,) = Needles(("word",)).questions(loaded.tokenizer, 500, 1)  # a fact hidden in documentation
 cache = PolicyCache(policy)
-output = model.generate(torch.tensor([prompt.input_ids]), cache=cache, max_new_tokens=3)
-right = tuple(output[0, -3:].tolist()) == prompt.answer
-rate = policy.prefill_compute_rate(model.config.num_hidden_layers)
-print(f"{right}, {rate:.0%} of the prefill, {cache.report().total.kept:.0f} tokens kept per layer")
+ids = torch.tensor([asked.document_ids + asked.question_ids])
+output = loaded.model.generate(ids, cache=cache, max_new_tokens=2, do_sample=False)
+answer = loaded.tokenizer.decode(output[0, ids.shape[1] :])
+rate = policy.prefill_compute_rate(loaded.model.config.num_hidden_layers)
+print(f"{rate:.0%} of the prefill, {cache.report().total.kept:.0f} tokens kept:{answer}")

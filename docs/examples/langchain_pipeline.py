@@ -3,20 +3,20 @@
 from langchain_huggingface import HuggingFacePipeline
 from transformers import pipeline
 
-from kvpolicy.evaluation.needle import NeedleTask, load_model, load_tokenizer
+from kvpolicy.evaluation import load
+from kvpolicy.evaluation.tasks.needles import Needles
 from kvpolicy.integrations.transformers import apply_policy
-from kvpolicy.policies import FastKV
+from kvpolicy.policies import SnapKV
 
-model, tokenizer = load_model(), load_tokenizer()
-pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, max_new_tokens=3)
+loaded = load()  # SmolLM2-135M-Instruct, or the folder or Hub name of another model
+pipe = pipeline("text-generation", model=loaded.model, tokenizer=loaded.tokenizer, max_new_tokens=4)
 llm = HuggingFacePipeline(pipeline=pipe)
-prompts = NeedleTask(context_len=512).prompts(4)
 
-right = 0
-with apply_policy(model, FastKV(tsp_layer=3, tsp_rate=0.2, retention_rate=0.1)) as applied:
-    for prompt in prompts:  # each call of generate gets a new cache
-        answer = llm.invoke(tokenizer.decode(prompt.input_ids))
-        right += answer.strip().endswith(tokenizer.decode(prompt.answer))
+right, asked = 0, Needles(("word",)).questions(loaded.tokenizer, 300, 4)
+with apply_policy(loaded.model, SnapKV(retention_rate=0.2)) as applied:
+    for question in (each.question for each in asked):  # each call of generate gets a new cache
+        answer = llm.invoke(f"{question.document}\n\n{question.prefix}")
+        right += question.answers[0] in answer.rpartition(question.prefix)[2]
 
 share = applied.reports[-1].total.share
-print(f"{right} of {len(prompts)} answers right, from {share:.0%} of the cache")
+print(f"{right} of {len(asked)} answers right, from {share:.0%} of the cache")

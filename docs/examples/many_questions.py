@@ -1,30 +1,37 @@
 """Ask many questions about one document: read it once, give each question a copy of the cache."""
 
 import copy
+from pydoc_data.topics import topics
 
 import torch
 
-from kvpolicy.evaluation.needle import NeedleTask, load_model
-from kvpolicy.evaluation.tasks.needle.vocabulary import KEY, QUERY
+from kvpolicy.evaluation import Asker, Question, load
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import KeyDiff
+from kvpolicy.policies import ReplayKV
 
-model = load_model()
-prompt = NeedleTask(context_len=512).prompts(1)[0].input_ids
-document = torch.tensor([prompt[:-2]])  # without the question at its end
+loaded = load()  # SmolLM2-135M-Instruct, or the folder or Hub name of another model
+model, tokenizer = loaded.model, loaded.tokenizer
+facts = {"Paris": "4322492", "Rome": "7716035", "Oslo": "2950148"}
+sentences = " ".join(topics["assignment"].split()[:250]).split(". ")
+for at, (place, number) in enumerate(facts.items(), start=1):  # hidden in Python's documentation
+    hidden = f"The special magic number of {place} is {number}"
+    sentences.insert(at * len(sentences) // 5, hidden)
+document = ". ".join(sentences)
 
-# The questions are not known yet, so choose by the keys alone, and keep half of them.
-cache = PolicyCache(KeyDiff(retention_rate=0.5))
-with torch.no_grad(), cache.attached(model):
-    model(document, cache=cache)
-
-right = 0
-keys = [index + 1 for index, token in enumerate(prompt) if token == KEY]
-for place in keys:
-    question = torch.tensor([[QUERY, prompt[place]]])
+cache, right = PolicyCache(ReplayKV(retention_rate=0.2)), 0
+for place, number in facts.items():
+    question = f"What is the special magic number of {place}?"
+    prefix = f"The special magic number of {place} is"  # how the model's reply begins
+    # The chat template's beginning and the document, then the question and the template's end.
+    asked = Asker(tokenizer).ask(Question(document, question, (number,), "fact", prefix=prefix))
+    read = torch.tensor([asked.document_ids])
+    if not cache.get_seq_length():  # the policy chooses without any question
+        with torch.no_grad(), cache.attached(model):
+            model(read, cache=cache)
+        kept = cache.report().total.share
     fork = copy.deepcopy(cache)  # an independent copy: no question sees another
-    output = model.generate(torch.cat([document, question], dim=1), cache=fork, max_new_tokens=3)
-    right += tuple(output[0, -3:].tolist()) == prompt[place + 1 : place + 4]
-
-kept = cache.report().total
-print(f"{right} of {len(keys)} answers right, from {kept.share:.0%} of the document's cache")
+    ids = torch.cat([read, torch.tensor([asked.question_ids])], dim=1)
+    with fork.appending():  # the question is kept whole
+        output = model.generate(ids, cache=fork, max_new_tokens=9, do_sample=False)
+    right += number in tokenizer.decode(output[0, ids.shape[1] :])
+print(f"{right} of {len(facts)} answers right, from {kept:.0%} of the document's cache")

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext, Scorer
-from kvpolicy.evaluation.needle import NeedleTask, load_model
+from kvpolicy.evaluation import load
+from kvpolicy.evaluation.tasks.needles import Needles
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import GQAGroupSelector, PassAllPropagation
 from kvpolicy.testing import check_scorer
@@ -28,10 +29,10 @@ class LastQueryMaximum(Scorer):
 
 
 check_scorer(LastQueryMaximum())  # padding, turns, shares of heads; raises what is wrong
-model = load_model()
-prompt = NeedleTask(context_len=1024).prompts(1)[0]
-policy = CachePolicy(LastQueryMaximum(), GQAGroupSelector(0.1), PassAllPropagation())
-cache = PolicyCache(policy)
-output = model.generate(torch.tensor([prompt.input_ids]), cache=cache, max_new_tokens=3)
-kept = cache.report().total.share
-print(f"{tuple(output[0, -3:].tolist()) == prompt.answer}, {kept:.1%} of the cache kept")
+loaded = load()  # SmolLM2-135M-Instruct, or the folder or Hub name of another model
+(asked,) = Needles(("word",)).questions(loaded.tokenizer, 500, 1)  # a fact hidden in documentation
+cache = PolicyCache(CachePolicy(LastQueryMaximum(), GQAGroupSelector(0.2), PassAllPropagation()))
+ids = torch.tensor([asked.document_ids + asked.question_ids])
+output = loaded.model.generate(ids, cache=cache, max_new_tokens=2, do_sample=False)
+answer = loaded.tokenizer.decode(output[0, ids.shape[1] :])
+print(f"{cache.report().total.share:.0%} of the cache kept:{answer}")

@@ -5,24 +5,23 @@ Read the prompt once under a policy that drops tokens; `propagated` says which o
 
 import torch
 
-from kvpolicy.evaluation import load, needle_prompts
-from kvpolicy.evaluation.defaults import default_tsp_layer
+from kvpolicy.evaluation import load
+from kvpolicy.evaluation.tasks.needles import Needles
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FastKV
 
-loaded = load("needle")  # or the name of a model on the Hub
-prompt = needle_prompts(context_len=512, count=2)[0]
-ids = torch.tensor([prompt.input_ids])
+loaded = load()  # SmolLM2-135M-Instruct, or the folder or Hub name of another model
+(asked,) = Needles(("word",)).questions(loaded.tokenizer, 500, 1)  # a fact hidden in documentation
+ids = torch.tensor([asked.document_ids + asked.question_ids])
 
-policy = FastKV(0.1, tsp_rate=0.2, tsp_layer=default_tsp_layer("needle"))
-cache = PolicyCache(policy)
+cache = PolicyCache(FastKV(tsp_rate=0.3))
 with torch.no_grad(), cache.attached(loaded.model):
     loaded.model(ids, cache=cache, logits_to_keep=1)
 (passed,) = cache.propagated.values()  # [batch, tokens], original positions in ascending order
 short = ids[0, passed[0]]
-print(loaded.tokenizer.decode(short)[-200:])
+print(loaded.tokenizer.decode(short)[-300:])
 
 # Send this text to any server, instead of the prompt. Here the same model answers it.
-answer = loaded.model.generate(short[None], max_new_tokens=prompt.max_new_tokens, do_sample=False)
-right = prompt.is_match(answer[0, len(short) :].tolist())
-print(f"{len(short)} of {ids.shape[1]} tokens are left; the answer is right: {right}")
+answer = loaded.model.generate(short[None], max_new_tokens=2, do_sample=False)
+print(f"{len(short)} of {ids.shape[1]} tokens are left; the answer is:", end="")
+print(loaded.tokenizer.decode(answer[0, len(short) :]))

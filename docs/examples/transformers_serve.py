@@ -1,37 +1,29 @@
 """Apply a policy to every request to `transformers serve`."""
 
-import tempfile
-
 from openai import OpenAI
 from transformers.cli.serve import Serve
 
-from kvpolicy.evaluation.needle import NeedleTask, load_model, load_tokenizer
+from kvpolicy.evaluation.default_model import default_model
+from kvpolicy.evaluation.tasks.needles import Needles
 from kvpolicy.integrations.transformers import apply_policy
-from kvpolicy.policies import FastKV
+from kvpolicy.policies import ReplayKV
 
-folder = tempfile.mkdtemp()  # in place of the name of a model on the Hub
-tokenizer = load_tokenizer()
-tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-tokenizer.save_pretrained(folder)
-load_model().save_pretrained(folder)
-
-server = Serve(force_model=folder, port=8017, device="cpu", non_blocking=True)
+name = str(default_model())  # SmolLM2-135M-Instruct, or the name of a model on the Hub
+server = Serve(force_model=name, port=8017, device="cpu", non_blocking=True)
 # A private attribute: Transformers has no public way to the server's models.
-model, _ = server._model_manager.load_model_and_processor(f"{folder}@main")
+(loaded,) = server._model_manager.loaded_models.values()
 client = OpenAI(base_url="http://localhost:8017/v1", api_key="none", max_retries=9)
-prompts = NeedleTask(context_len=512).prompts(4)
-right = 0
+right, asked = 0, Needles(("number",)).questions(loaded.processor, 300, 4)
 try:
-    with apply_policy(model, FastKV(tsp_layer=3, tsp_rate=0.2, retention_rate=0.1)) as applied:
-        for prompt in prompts:
-            text = tokenizer.decode(prompt.input_ids)
+    with apply_policy(loaded.model, ReplayKV(retention_rate=0.3)) as applied:
+        for question in (each.question for each in asked):
+            text = f"{question.document}\n\n{question.question}"
             reply = client.chat.completions.create(
-                model=folder, max_tokens=3, messages=[{"role": "user", "content": text}]
+                model=name, max_tokens=20, messages=[{"role": "user", "content": text}]
             )
-            answer = reply.choices[0].message.content or ""
-            right += answer.strip().startswith(tokenizer.decode(prompt.answer))
+            right += question.answers[0] in (reply.choices[0].message.content or "")
 finally:
     server.kill_server()
 
 share = applied.reports[-1].total.share
-print(f"{right} of {len(prompts)} answers right, from {share:.0%} of the cache")
+print(f"{right} of {len(asked)} answers right, from {share:.0%} of the cache")

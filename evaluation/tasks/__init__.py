@@ -1,1 +1,1 @@
-"""Prompts: from the bundled model's task, from files, and from the harness's tasks."""
+"""Questions about documents with known answers: made of real text, or from files."""

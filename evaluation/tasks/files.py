@@ -22,7 +22,9 @@ class Files(Task):
     """Questions from a file, each line of which is a JSON object.
 
     It has the texts ``context`` and ``question``, and ``answer`` or several ``answers``, each of
-    which counts as right where it is found in the generated text. Other fields are ignored.
+    which counts as right where it is found in the generated text. With ``"plain": true`` the model
+    continues context and question as one text, without a chat template or words around them; the
+    answer then follows exactly so, with its own white space. Other fields are ignored.
 
     Args:
         file: The file, UTF-8; blank lines are skipped.
@@ -77,6 +79,9 @@ class Files(Task):
         for name, text in (*texts.items(), *(("an answer", each) for each in answers)):
             if not isinstance(text, str) or not text.strip():
                 raise ValueError(f"{rule}, all texts and not blank, got {name} {text!r}")
+        plain = entry.get("plain", False)
+        if not isinstance(plain, bool):
+            raise ValueError(f"{where} must have true or false as plain, got {plain!r}")
         return Question(
             document=texts["context"] or "",
             question=texts["question"] or "",
@@ -84,4 +89,5 @@ class Files(Task):
             kind=self.file.stem,
             new_tokens=self.new_tokens,
             one_line=False,
+            plain=plain,
         )

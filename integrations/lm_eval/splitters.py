@@ -86,5 +86,4 @@ def before_last_line(name: str) -> Splitter:
 
 for _pattern in ("niah_*", "ruler_*"):  # the last sentence, on a line of its own, is the question
     register_splitter(_pattern, before_last_line("input"))
-for _pattern in ("longbench_*", "needle_*", "haystack*"):
-    register_splitter(_pattern, after_field("context"))
+register_splitter("longbench_*", after_field("context"))

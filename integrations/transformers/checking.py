@@ -98,8 +98,12 @@ def check_model(model: nn.Module, *, always: bool = True) -> ModelCheck:
         TypeError: ``model`` is not a torch module.
 
     Example:
-        >>> from kvpolicy.evaluation.needle import load_model
-        >>> found = check_model(load_model())
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=4,
+        ...     num_hidden_layers=6, initializer_range=0.2,
+        ... )
+        >>> found = check_model(LlamaForCausalLM(config), always=True)
         >>> found.kind_counts, found.refusal
         ({'full attention': 6}, None)
         >>> found.findings["dropping"].error < 1e-3 < found.findings["dropping"].effect

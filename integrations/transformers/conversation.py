@@ -75,14 +75,17 @@ class Conversation:
     from before the call and the new one are both in memory.
 
     Example:
-        >>> from kvpolicy.evaluation.needle import load_model, load_tokenizer
+        >>> from kvpolicy.evaluation import load  # the model SmolLM2-135M-Instruct
         >>> from kvpolicy.policies import SnapKV
-        >>> tokenizer = load_tokenizer()
-        >>> tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-        >>> chat = Conversation(load_model(), tokenizer, SnapKV(retention_tokens=16))
-        >>> first = chat.ask("which is it", max_new_tokens=3)
+        >>> found = load()
+        >>> chat = Conversation(found.model, found.tokenizer, SnapKV(retention_tokens=64))
+        >>> first = chat.ask("Which is the capital of France?", max_new_tokens=12)
+        >>> first
+        'The capital of France is Paris.'
         >>> other = chat.fork()
-        >>> second = chat.ask("and now", max_new_tokens=3)
+        >>> second = chat.ask("And that of Italy?", max_new_tokens=12)
+        >>> second
+        'The capital of Italy is Rome.'
         >>> [message["role"] for message in chat.messages]
         ['user', 'assistant', 'user', 'assistant']
         >>> len(other.messages), chat.rereadings

@@ -28,7 +28,7 @@ OWN_ARGUMENTS = {"input_ids", "inputs", "inputs_embeds", "attention_mask", *CACH
 
 
 class ReadDocument:
-    """A document that a model has read once under a policy, for any number of questions.
+    r"""A document that a model has read once under a policy, for any number of questions.
 
     The policy chooses which tokens to keep before it knows any question. Each question is appended
     whole to a copy of the cache, so that no answer sees another question.
@@ -53,14 +53,13 @@ class ReadDocument:
             to the end of the document depends on the question.
 
     Example:
-        >>> from kvpolicy.evaluation.needle import NeedleTask, load_model, load_tokenizer
-        >>> tokenizer, prompt = load_tokenizer(), NeedleTask(context_len=256).prompts(1)[0]
-        >>> text = tokenizer.decode(prompt.input_ids[:-2])
-        >>> document = ReadDocument(load_model(), tokenizer, text)
-        >>> question = tokenizer.decode(prompt.input_ids[-2:])
-        >>> answers = document.answer([question], max_new_tokens=3)
-        >>> answers == [tokenizer.decode(prompt.answer)]
-        True
+        >>> from kvpolicy.evaluation import load  # the model SmolLM2-135M-Instruct
+        >>> from kvpolicy.policies import ReplayKV
+        >>> found = load()
+        >>> text = "Ann lives in Oslo. Bob lives in Rome. Eve lives in Lima.\n\n"
+        >>> document = ReadDocument(found.model, found.tokenizer, text, ReplayKV(0.5))
+        >>> document.answer(["Bob lives in"], max_new_tokens=2)
+        [' Rome.']
     """
 
     def __init__(

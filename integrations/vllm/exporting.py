@@ -83,9 +83,9 @@ def export(
 
     Example:
         >>> import tempfile, torch
-        >>> from kvpolicy.evaluation.needle import load_model
+        >>> from kvpolicy.evaluation import load  # the model SmolLM2-135M-Instruct
         >>> from kvpolicy.policies import SnapKV
-        >>> model, cache = load_model(), PolicyCache(SnapKV(retention_rate=0.25))
+        >>> model, cache = load().model, PolicyCache(SnapKV(retention_rate=0.25))
         >>> with torch.no_grad(), cache.attached(model):
         ...     _ = model(torch.arange(3, 67)[None], cache=cache)
         >>> with tempfile.TemporaryDirectory() as folder:

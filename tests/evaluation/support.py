@@ -16,5 +16,5 @@ def fails(result: tuple[int, str, str], status: int, said: str) -> None:
     assert said in lines[0]
 
 
-NEEDLE = Path(__file__).parents[2] / "evaluation/tasks/needle/weights"
+NEEDLE = Path(__file__).parents[1] / "needle/weights"
 """The folder of a small trained model, whose vocabulary is f1, f2, ... and s1, s2, ..."""

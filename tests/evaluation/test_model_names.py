@@ -24,7 +24,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["needle", "gpt2", "owner/model", "models/one", "models/seen"])
+@pytest.mark.parametrize("name", ["gpt2", "owner/model", "models/one", "models/seen"])
 def test_takes_folders_and_names_of_the_hub(name: str) -> None:
     assert check_model_name(name) == name
 

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel, pipeline
 
 from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
-from kvpolicy.evaluation.needle import NeedleTask, load_model, load_tokenizer
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from tests.integrations.test_use import trace_of
+from tests.needle import NeedleTask, load_model, load_tokenizer
 from tests.reference import random_tokens, tiny_model
 
 POLICIES: dict[str, CachePolicy] = {

@@ -6,12 +6,12 @@ import pytest
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.commands.check import refusal
-from kvpolicy.evaluation.needle import load_tokenizer
 from kvpolicy.integrations.transformers.checking import ModelCheck
 from kvpolicy.integrations.transformers.model.check import Finding, ModelQuirks, Verdict
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.registry import registered
 from tests.integrations.model.builds.catalogue import builds
+from tests.needle import load_tokenizer
 
 
 def saved(name: str, folder: Path) -> str:

@@ -15,9 +15,9 @@ from kvpolicy.evaluation import load
 from kvpolicy.evaluation.commands import terminal
 from kvpolicy.evaluation.commands.app import app
 from kvpolicy.evaluation.commands.terminal import progress_shown
-from kvpolicy.evaluation.tasks.prompts import needle_prompts
 from kvpolicy.registry import registered
 from tests.evaluation.support import NEEDLE, Run, fails
+from tests.needle import needle_prompts
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_generate_answers_under_full_context(run: Run, prompt_file: Path) -> Non
         "generate", "--prompt-file", prompt_file, "-p", "full_context", "--answer-tokens", 3
     )
     prompt = needle_prompts(128, count=2, seed=5)[0]
-    assert out.split() == load(str(NEEDLE)).tokenizer.decode(list(prompt.answers[0])).split()
+    assert out.split() == load(str(NEEDLE)).tokenizer.decode(list(prompt.answer)).split()
 
 
 def test_ctrl_c_leaves_one_line(

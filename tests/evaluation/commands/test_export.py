@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvpolicy.evaluation.cli import main
-from kvpolicy.evaluation.needle import load_model, load_tokenizer
 from kvpolicy.integrations.vllm import ServedDocument
+from tests.needle import load_model, load_tokenizer
 from tests.reference import tiny_model
 
 

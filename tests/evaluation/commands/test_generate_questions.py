@@ -6,10 +6,10 @@ import pytest
 
 from kvpolicy.evaluation import load
 from kvpolicy.evaluation.commands import terminal
-from kvpolicy.evaluation.tasks.prompts import needle_prompts
 from kvpolicy.integrations.transformers import ReadDocument
 from kvpolicy.policies import KeyDiff
 from tests.evaluation.support import NEEDLE, Run
+from tests.needle import needle_prompts
 
 
 def test_questions_about_a_document(run: Run, tmp_path: Path) -> None:

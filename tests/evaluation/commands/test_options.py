@@ -14,7 +14,6 @@ from kvpolicy.evaluation import load
 from kvpolicy.evaluation.chosen import chosen_variant, chosen_variants
 from kvpolicy.evaluation.commands.shared import with_policies
 from kvpolicy.evaluation.policy_options import PolicyOptions
-from kvpolicy.evaluation.tasks.prompts import needle_prompts
 from kvpolicy.policies import (
     TOVA,
     FastKV,
@@ -28,6 +27,7 @@ from kvpolicy.policies import (
     WindowMaxPoolScorer,
 )
 from tests.evaluation.support import NEEDLE, Run
+from tests.needle import needle_prompts
 
 ESTIMATE = ("estimate", "--config", "llama-3.1-8b", "--context", 8192)
 COMPARE = ("compare", "--count", 2, "--threads", 1)

@@ -37,6 +37,15 @@ def test_reads_the_lines_in_order(tmp_path: Path) -> None:
     assert len(task.questions(TOKENIZERS["chat"], 200, 10)) == 3
 
 
+def test_a_plain_question_is_continued(tmp_path: Path) -> None:
+    plain = {**ENTRY, "question": " I love", "answer": " 12", "plain": True}
+    tokenizer = TOKENIZERS["chat"]
+    (asked,) = written(tmp_path, plain).questions(tokenizer, 200, 1)
+    shown = tokenizer.decode(asked.document_ids + asked.question_ids, skip_special_tokens=True)
+    assert shown == "They love 12. I love"
+    assert tokenizer.decode(asked.answer_ids) == " 12"
+
+
 WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
     "no JSON": ('{"context": ', "got Expecting value at column 13"),
     "no object": ("[1]", "got list"),
@@ -47,6 +56,7 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
     "a blank answer": ({**ENTRY, "answers": ["12", " "]}, "got an answer ' '"),
     "no context": ({"question": "b", "answer": "c"}, "got context None"),
     "a blank question": ({**ENTRY, "question": "\n"}, "got question '\\n'"),
+    "plain as a text": ({**ENTRY, "plain": "yes"}, "must have true or false as plain, got 'yes'"),
     "too long": ({**ENTRY, "context": 300 * "a "}, "must be a prompt of at most 200 tokens, got"),
 }
 

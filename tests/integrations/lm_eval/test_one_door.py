@@ -1,4 +1,4 @@
-"""The bundled model's questions through the harness, from its own command too."""
+"""The needle model's questions through the harness, from its own command too."""
 
 import json
 import subprocess
@@ -9,8 +9,8 @@ import pytest
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from kvpolicy.evaluation.needle import MODEL_DIR, load_model, load_tokenizer
 from kvpolicy.integrations.lm_eval import PolicyLM
+from tests.needle import MODEL_DIR, load_model, load_tokenizer
 
 FOLDER = MODEL_DIR.parent
 TASKS = ["needle_one_hop", "needle_two_hop"]

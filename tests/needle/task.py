@@ -7,16 +7,28 @@ question is two tokens long, so that any method that looks at the last 8 tokens 
 whole. Every other pair and link is a distractor.
 """
 
+import json
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 from attrs.validators import ge, in_, instance_of
 
-from .filler import gaps
-from .vocabulary import BOS, END, FILLERS, KEY, LINK, NUM_SYMBOLS, QUERY, QUERY2, SYMBOLS
+from tests.needle.vocabulary import (
+    BOS,
+    END,
+    FILLERS,
+    KEY,
+    LINK,
+    NUM_SYMBOLS,
+    QUERY,
+    QUERY2,
+    SYMBOLS,
+    token_names,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -148,6 +160,56 @@ class NeedleTask:
         )
 
 
+def gaps(rng: random.Random, fillers: int, count: int) -> list[int]:
+    """Divide ``fillers`` filler tokens randomly over the gaps around and between segments.
+
+    All ways to divide them are equally likely.
+
+    Example:
+        >>> sum(gaps(random.Random(0), 7, 3)), len(gaps(random.Random(0), 7, 3))
+        (7, 4)
+    """
+    slots = fillers + count
+    cuts = [-1, *sorted(rng.sample(range(slots), count)), slots]
+    return [right - left - 1 for left, right in pairwise(cuts)]
+
+
+def needle_prompts(context_len: int = 1024, count: int = 200, seed: int = 0) -> list[NeedlePrompt]:
+    """Return prompts of the needle task, the first half one-hop and the others two-hop.
+
+    Short prompts hold fewer pairs. The two kinds share their contexts and differ in the question.
+    """
+    shares = (count - count // 2, count // 2)
+    return [
+        prompt
+        for hops, share in enumerate(shares, start=1)
+        for prompt in NeedleTask(
+            context_len=context_len, hops=hops, num_pairs=min(16, context_len // 16)
+        ).prompts(share, seed)
+    ]
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """Return tokens as text, which the needle model's tokenizer reads as these tokens."""
+    names = token_names()
+    return " ".join(names[token] for token in ids)
+
+
+def write_questions(file: Path, prompts: Sequence[NeedlePrompt]) -> Path:
+    """Write prompts as a file of questions, which the needle model continues; return the file."""
+    entries = (
+        {
+            "context": text_of(prompt.input_ids[:-2]),
+            "question": text_of(prompt.input_ids[-2:]),
+            "answer": text_of(prompt.answer),
+            "plain": True,
+        }
+        for prompt in prompts
+    )
+    file.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+    return file
+
+
 def exact_match(generated: Sequence[int], answer: Sequence[int]) -> bool:
     """True if the generated tokens start with the answer.
 
@@ -163,7 +225,7 @@ def exact_match(generated: Sequence[int], answer: Sequence[int]) -> bool:
 
 
 def load_model(dtype: "torch.dtype | None" = None) -> "LlamaForCausalLM":
-    """Load the bundled needle model on the CPU, in evaluation mode.
+    """Load the needle model on the CPU, in evaluation mode.
 
     Args:
         dtype: of the weights; None means float32. The file holds bfloat16.
@@ -179,7 +241,7 @@ def load_model(dtype: "torch.dtype | None" = None) -> "LlamaForCausalLM":
 
 
 def load_tokenizer() -> "PreTrainedTokenizerFast":
-    """Load the bundled model's word-level tokenizer, which pads on the left."""
+    """Load the needle model's word-level tokenizer, which pads on the left."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(MODEL_DIR)

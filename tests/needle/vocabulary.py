@@ -14,7 +14,7 @@ VOCAB_SIZE = SYMBOLS.stop
 
 
 def token_names() -> list[str]:
-    """Return the text of every token in the bundled model's vocabulary, in the order of ids.
+    """Return the text of every token in the needle model's vocabulary, in the order of ids.
 
     Returns:
         ``VOCAB_SIZE`` names: the special tokens, fillers ``f0 ...``, symbols ``s0 ...``.

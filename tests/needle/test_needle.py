@@ -1,7 +1,6 @@
-"""The needle task: what a prompt holds, and that the bundled model answers it."""
+"""The needle task: what a prompt holds, and that the model answers it."""
 
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,16 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.evaluation.needle import (
-    MODEL_DIR,
+from kvpolicy.evaluation.tasks.files import Files
+from tests.needle import (
     NeedlePrompt,
     NeedleTask,
     exact_match,
     load_model,
     load_tokenizer,
+    needle_prompts,
+    write_questions,
 )
-from kvpolicy.evaluation.tasks.needle.task import MAX_PAIRS
-from kvpolicy.evaluation.tasks.needle.vocabulary import BOS, END, KEY, LINK, QUERY, QUERY2, SYMBOLS
+from tests.needle.task import MAX_PAIRS
+from tests.needle.vocabulary import BOS, END, KEY, LINK, QUERY, QUERY2, SYMBOLS
 
 tasks = st.builds(
     NeedleTask, context_len=st.integers(240, 400), hops=st.sampled_from([1, 2]),
@@ -135,14 +136,6 @@ def test_exact_match_reads_as_many_tokens_as_the_answer_has(
     assert exact_match(generated, (7, 8, 9)) is expected
 
 
-def test_importing_the_task_imports_no_transformers() -> None:
-    code = (
-        "import sys; from kvpolicy.evaluation.tasks.needle import task; "
-        "sys.exit('transformers' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_the_tokenizer_writes_prompts_as_text_and_back() -> None:
     tokenizer = load_tokenizer()
     text = "<bos> f12 KEY s17 s4 s88 s9 <end> f87 LINK s50 s17 QUERY2 s50"
@@ -154,12 +147,26 @@ def test_the_tokenizer_writes_prompts_as_text_and_back() -> None:
     assert batch.input_ids == [[8, 9], [0, 10]]
 
 
-def test_the_bundled_files_are_small() -> None:
-    assert sum(file.stat().st_size for file in MODEL_DIR.iterdir()) < 4e6
+def test_prompts_are_half_and_half() -> None:
+    prompts = needle_prompts(67, count=7, seed=3)
+    assert [prompt.hops for prompt in prompts] == [1] * 4 + [2] * 3
+    assert {len(prompt.input_ids) for prompt in prompts} == {67}
+    assert prompts != needle_prompts(67, count=7, seed=4)
+
+
+def test_a_file_of_questions_has_the_prompts_tokens(tmp_path: Path) -> None:
+    prompts = needle_prompts(96, count=3)
+    found = Files(write_questions(tmp_path / "asked.jsonl", prompts)).questions(
+        load_tokenizer(), 96, 9
+    )
+    assert [each.document_ids + each.question_ids for each in found] == [
+        prompt.input_ids for prompt in prompts
+    ]
+    assert [each.answer_ids for each in found] == [prompt.answer for prompt in prompts]
 
 
 @pytest.mark.parametrize("hops", [1, 2])
-def test_the_bundled_model_answers_and_stops(hops: int) -> None:
+def test_the_model_answers_and_stops(hops: int) -> None:
     model = load_model()
     prompts = NeedleTask(context_len=512, hops=hops).prompts(40, seed=5)
     ids = torch.tensor([prompt.input_ids for prompt in prompts])
