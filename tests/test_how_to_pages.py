@@ -119,13 +119,6 @@ def test_pages_without_a_model_of_the_hub(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.strip() == said
 
 
-def test_suite(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("lm_eval")
-    (block,) = blocks_of("suite.md")
-    exec(block.replace("limit=20", "limit=1"), {})
-    assert "needle_one_hop" in capsys.readouterr().out
-
-
 def test_images(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     family = "qwen3_vl"
     made = {
