@@ -1,7 +1,6 @@
 """Measure which tokens a model attends to, layer by layer.
 
-The questions behind token-selective propagation (FastKV, arXiv 2502.01068): do layers agree on
-which tokens matter (figure 1a), and how much attention do those tokens hold (figure 1b)?
+Do layers agree on which tokens matter, and how much attention do those tokens hold?
 """
 
 from __future__ import annotations

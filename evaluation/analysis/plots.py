@@ -54,9 +54,9 @@ def plot_analysis(
     _label(held, "share of attention of top-k tokens (%)")
     ways = {"propagation (FastKV)": distances.propagated, "restart": distances.restarted}
     for index, (way, found) in enumerate(ways.items()):
-        where, colour = distances.layers, f"C{index}"
-        moved.fill_between(where, [*map(min, found)], [*map(max, found)], alpha=0.2, color=colour)
-        moved.plot(where, [*map(fmean, found)], f"{colour}o-", label=way)
+        low, high, colour = [*map(min, found)], [*map(max, found)], f"C{index}"
+        moved.fill_between(distances.layers, low, high, alpha=0.2, color=colour)
+        moved.plot(distances.layers, [*map(fmean, found)], f"{colour}o-", label=way)
     moved.set_ylim(bottom=0)
     _label(moved, f"output distance, {100 * distances.tsp_rate:g}% of tokens go on")
     return png(figure)

@@ -146,7 +146,8 @@ def states_after_drops(
     The layer that ``drop`` names itself does not matter.
     """
     decoder: Any = model.get_decoder()
-    modules, norm = getattr(decoder, "layers", ()), getattr(decoder, "norm", None)
+    modules: Any = getattr(decoder, "layers", ())
+    norm: Any = getattr(decoder, "norm", None)
     passed: dict[int, Tensor | None] = {}  # tokens that go on after a layer; None for all
     states: dict[int, Tensor] = {}  # of these tokens; at -1 the last token's, after the last layer
     calls: list[dict[str, Any] | None] = []  # each layer's arguments

@@ -96,8 +96,7 @@ def analyze(
     for index, (layer, row) in enumerate(zip(overlap.layers, overlap.pairs, strict=True)):
         cells = [str(layer), *(f"{100 * each:.1f}" for each in row[index + 1 :]), "-"][:2]
         cells += [f"{100 * held[index]:.1f}" for held in recall.values()]
-        ways = (distances.propagated, distances.restarted)
-        cells += [f"{fmean(way[index]):.4f}" for way in ways]
+        cells += [f"{fmean(way[index]):.4f}" for way in (distances.propagated, distances.restarted)]
         console.print("  ".join(cell.rjust(len(h)) for cell, h in zip(cells, heads, strict=True)))
     console.print(
         f"\noverlap: % of the {k:,} most attended tokens that a layer and the next have in common "

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpolicy.evaluation.commands.shared import Device, Dtype, Option
+from kvpolicy.evaluation.commands.shared import Device, Dtype, Option, checked_model
 
 if TYPE_CHECKING:
     from kvpolicy.integrations.transformers.checking import ModelCheck
@@ -19,6 +19,7 @@ def check(
     model: Annotated[
         str | None,
         typer.Argument(
+            callback=checked_model,
             metavar="MODEL",
             help="The model: a folder or a Hub name; default: SmolLM2-135M-Instruct.",
         ),

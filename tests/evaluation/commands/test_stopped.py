@@ -39,7 +39,7 @@ def test_places_are_tried_first(
     [
         ("compare -p snapkv,", "--policy must be names separated by commas, got 'snapkv,'"),
         ("eval --tasks , --out x", "--tasks must be names separated by commas, got ','"),
-        ("eval --tasks a --lengths 1,,2 --out x", "--lengths must be names separated by commas"),
+        ("eval --tasks a --lengths 1,,2 --out x", "--lengths must be numbers of tokens"),
         ("estimate --config phi-4 --context 9 --decoding-tokens 0",
          "--decoding-tokens must be at least 1, got 0"),
         ("estimate --config phi-4 --context 9 --decoding-tokens 9 --decoding-every 0",

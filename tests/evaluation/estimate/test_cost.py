@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpolicy import CachePolicy, KVSelector, LayerContext, build
 from kvpolicy.evaluation import LayerShape, ModelShape, estimate_cost, load_shape, shape_of
-from kvpolicy.evaluation.commands.work.estimate import estimate_table, notes_of
+from kvpolicy.evaluation.estimate.table import estimate_table, notes_of
 from kvpolicy.evaluation.variant import Variant
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
