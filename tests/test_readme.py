@@ -56,14 +56,6 @@ def test_the_example_of_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.M
     assert len(HUB.strip().splitlines()) <= 20
 
 
-def test_the_example_of_the_bundled_model_prints_what_it_says() -> None:
-    page = (ROOT / "docs/needle.md").read_text()
-    said = re.search(r"This prints `(.*?)`", page)
-    assert said is not None
-    (code,) = (each for each in PYTHON.findall(page) if "PolicyCache" in each)
-    assert run(code).strip() == said[1]
-
-
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
 def test_the_example_of_a_scorer() -> None:
     run(SCORER)
