@@ -119,8 +119,6 @@ def test_pages_without_a_model_of_the_hub(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.strip() == said
 
 
-<<<<<<< HEAD
-=======
 def test_positions_without_gaps(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = (each for each in blocks_of("methods/streamingllm.md") if "gapless" in each)
     exec(block, {})
@@ -129,7 +127,6 @@ def test_positions_without_gaps(capsys: pytest.CaptureFixture[str]) -> None:
     ).read_text(encoding="utf-8")
 
 
->>>>>>> needle
 def test_images(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     family = "qwen3_vl"
     made = {
