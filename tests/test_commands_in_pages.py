@@ -74,16 +74,15 @@ SIZES = {
     "--decoding-every": "8",
     "--count": "2",
     "--tokens": "200",
+    "--context": "300",
+    "--tsp-layers": "1,2",
     "--device": "cpu",
 }
 # What is measured where a line leaves it open.
 LEAST = {
-    "compare": (
-        *("--context", "64", "--count", "2", "--rounds", "1", "--answer-tokens", "2"),
-        *("--speed-context", "64"),
-    ),
-    "calibrate": ("--context", "64", "--count", "2"),
-    "analyze": ("--context", "64", "--count", "2", "--top-k", "4"),
+    "compare": ("--context", "200", "--count", "1", "--rounds", "0"),
+    "calibrate": ("--context", "200", "--count", "1"),
+    "analyze": ("--context", "200", "--count", "1", "--top-k", "4"),
     "generate": ("--answer-tokens", "2"),
     "eval": ("--limit", "1"),
 }
@@ -128,7 +127,7 @@ def test_lines_are_found() -> None:
         assert len(block.splitlines()) == count
         for line in block.splitlines():
             assert " ".join(re.sub(r"\s#\s.*", "", line).split()) in LINES
-    assert "kvpolicy compare --sweep" in LINES
+    assert "kvpolicy compare -p fastkv --tsp-layers 7,11,15,19" in LINES
     for line in LINES:
         known = line.startswith(HARNESS) or line.split()[1] in NAMES
         assert known, f"nobody runs {line}"
@@ -149,8 +148,9 @@ def files(place: Path) -> Path:
     """What the lines name, beside a model and the data of tasks."""
     essay = (place / "long.txt").read_text()
     (place / "report.txt").write_text(essay)
-    (place / "documents").mkdir()
-    row = json.dumps({"prompt": essay[:300], "answer": "the"})
+    for folder in ("documents", "served"):
+        (place / folder).mkdir()
+    row = json.dumps({"context": essay[:300], "question": "Who?", "answer": "the"})
     (place / "questions.jsonl").write_text(f"{row}\n{row}\n")
     chat = [{"role": "system", "content": essay[:50]}, {"role": "user", "content": essay}]
     (place / "chat.json").write_text(json.dumps(chat))
@@ -190,11 +190,12 @@ def tiny(line: str) -> tuple[list[str], str]:
         found += COMPLETED[command]
     if command == "eval":  # each its own folder: one goes on under the same settings alone
         asked = {**ANSWERED, "--out": f"results-{LINES.index(line)}"}
-        kept = [it for at, it in enumerate(found) if not {it, found[at - 1]} & {*asked, "--chat"}]
+        found = [each for each in found if each != "--chat"]
+        kept = [it for at, it in enumerate(found) if not {it, found[at - 1]} & {*asked}]
         found = [*kept, *(each for pair in asked.items() for each in pair)]
     least = LEAST.get(command, ())
     for option, value in zip(least[::2], least[1::2], strict=True):
-        if option not in found and not (option == "--count" and "--prompts-file" in found):
+        if option not in found:
             found += [option, value]
     return found, output
 

@@ -11,7 +11,7 @@ PREFILL = "generate --prompt f1"
 COMPARE = "compare --count 2"
 EXPORT = "export --prompt-file prompt.txt --to out/a.safetensors"
 TASKS = NEEDLE.parent
-EVAL = f"eval --include {TASKS} --tasks needle_one_hop --lengths 128 --limit 1 --out out"
+EVAL = f"eval --include {TASKS} --tasks needle_one_hop --lengths 256 --limit 1 --out out"
 ESTIMATE = "estimate --config Llama-3.1-8B --context 1000"
 
 
