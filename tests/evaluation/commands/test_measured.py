@@ -152,7 +152,7 @@ BOTH = [
     (["--context", "9"], 1, "for a prompt of needles with this tokenizer, got 9"),
     (["--count", "0"], 2, "Invalid value for '--count'"),
     (["--threads", "100000"], 1, "threads must be at most the machine's"),
-    (["--task", "neddles", "--model", "./no/such"], 1, "or a file of JSON lines, got 'neddles'"),
+    (["--task", "neddles", "--dtype", "int7"], 1, "or a file of JSON lines, got 'neddles'"),
     (["--model", "./no/such"], 1, "model ./no/such does not exist"),
     (["--dtype", "int7"], 1, "dtype must be one of auto"),
     (["--out", __file__], 1, "out must be a folder"),
