@@ -29,8 +29,7 @@ class ReplayKV(EvictionMethod):
     `ReplayedAttentionScorer`). One threshold over all layers and heads decides which tokens stay
     (`GlobalThresholdSelector`). If ``tsp_rate`` is below 1, only the most salient tokens go on
     after layer ``tsp_layer``, as in `FastKV`. This is not a published method: it is `KVzip` with
-    the first reading's queries in place of a second reading, found by this project's study
-    (docs/front.md).
+    the first reading's queries in place of a second reading, found by this project's study.
 
     Args:
         retention_rate: Fraction of the context that layers and heads keep on average, in (0, 1].

@@ -27,7 +27,7 @@ class SpireKV(Method):
     tokens that the max-pooling makes equal, the one that is attended to comes first, then those
     after it (``peak_first`` of `WindowMaxPoolScorer`): few places hold the beginning of an answer.
     This is not a published method: of the compositions in this project's own study
-    (docs/front.md), it answered most questions on its small models at its cost.
+    it answered most questions on small trained models at its cost.
 
     Args:
         retention_rate: Fraction of the context that layers keep on average, in (0, 1].

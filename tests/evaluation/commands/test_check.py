@@ -33,7 +33,7 @@ def rows_of(out: str) -> dict[str, str]:
     return rows
 
 
-def test_the_bundled_model_works_with_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_model_works_with_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check"]) == 0
     out = capsys.readouterr().out
     assert "LlamaForCausalLM (llama)" in out
