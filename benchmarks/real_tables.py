@@ -86,7 +86,10 @@ class Rows:
 def found_cells(data: Mapping[str, Any], model: str, task: str, tokens: str) -> dict[str, Rows]:
     """Return the cells of a task that are there: ``known`` and ``later``."""
     names = {way: f"{model} {task} {tokens} {way}" for way in ("known", "later")}
-    return {way: Rows(data["cells"][name]) for way, name in names.items() if name in data["cells"]}
+    found = {way: data["cells"][name] for way, name in names.items() if name in data["cells"]}
+    if not found:
+        raise LookupError(f"{model} {task} {tokens} is not among the results")
+    return {way: Rows(cell) for way, cell in found.items()}
 
 
 def answers(data: Mapping[str, Any], model: str, task: str, tokens: str) -> str:
@@ -142,12 +145,13 @@ def lost(data: Mapping[str, Any], model: str, tokens: str, rate: str, *tasks: st
         for task in tasks
         for way, it in found_cells(data, model, task, tokens).items()
     }
+    prompts = ", ".join(dict.fromkeys(str(it.prompts) for it in columns.values()))
     names = dict.fromkeys(name for it in columns.values() for name in it.names)
     lines = []
     for name in names:
         cells = [it.lost(name, float(rate)) for it in columns.values()]
         lines.append([_shown(name), *("" if each is None else f"{each:.2f}" for each in cells)])
-    return _table(["policy", *columns], lines)
+    return f"{_table(['policy', *columns], lines)}\n\nPrompts of each: {prompts}."
 
 
 def method(data: Mapping[str, Any], name: str, *others: str) -> str:
@@ -170,7 +174,10 @@ def written(page: str, data: Mapping[str, Any]) -> str:
     """Return a page with its tables as the results have them."""
 
     def replaced(found: re.Match[str]) -> str:
-        table = TABLES[found[2]](data, *found[3].split())
+        try:
+            table = TABLES[found[2]](data, *found[3].split())
+        except LookupError:
+            table = "Not measured yet: `make real` continues where it was stopped."
         return f"{found[1]}\n{table}\n\n{found[4]}"
 
     return _MARK.sub(replaced, page)

@@ -48,19 +48,23 @@ def test_tables_by_hand() -> None:
         "| `a` | 75 | 75 |",
         "| `b` | 50 | 50 |",
     ]
-    assert real_tables.lost(DATA, "m", "9", "0.2", "t", "none").splitlines() == [
+    assert real_tables.lost(DATA, "m", "9", "0.2", "t").splitlines() == [
         "| policy | t, known | t, later |",
         "| --- | --- | --- |",
         "| `a` | 0.12 | 0.12 |",
         "| `b` | 0.50 | 0.50 |",
+        "",
+        "Prompts of each: 8.",
     ]
+    none = "<!-- real: answers m other 9 -->\n<!-- end -->"
+    assert "Not measured yet" in real_tables.written(none, DATA)
 
 
 def test_a_page_is_filled_between_its_marks() -> None:
     page = "A\n<!-- real: lost m 9 0.1 t -->\nold\n<!-- end -->\nB\n"
     found = real_tables.written(page, DATA)
     assert found.startswith("A\n<!-- real: lost m 9 0.1 t -->\n\n| policy |")
-    assert "| `b` | 1.50 | 1.50 |\n\n<!-- end -->\nB\n" in found
+    assert "| `b` | 1.50 | 1.50 |\n\nPrompts of each: 8.\n\n<!-- end -->\nB\n" in found
     assert "old" not in found
     assert real_tables.written(found, DATA) == found
 
