@@ -71,24 +71,6 @@ def load(
     return _from_pretrained(name, DTYPES.get(dtype, "auto"), target)
 
 
-def load_tokenizer(name: str | None = None) -> Any:
-    """Load a model's tokenizer, without the model.
-
-    Args:
-        name: As for `load`.
-
-    Raises:
-        ValueError: There is no such model; says what was tried.
-    """
-    place = str(default_model()) if name is None else check_model_name(name)
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(place)
-    except _LOADING_ERRORS as error:
-        raise _not_loaded(place, error) from error
-
-
 def _from_pretrained(name: str, dtype: torch.dtype | str, device: torch.device) -> Loaded:
     place = check_model_name(name)
     from transformers import (
