@@ -25,7 +25,7 @@ from kvpolicy.integrations.lm_eval import PolicyLM
 from tests.evaluation.support import Run, fails
 
 ROOT = Path(__file__).parents[3]
-MODEL = ROOT / "evaluation" / "tasks" / "needle" / "weights"
+MODEL = ROOT / "tests" / "needle" / "weights"
 TASKS = Path(__file__).parent / "tasks"
 ASKED: dict[str, object] = {
     "--model": MODEL,
