@@ -1,6 +1,7 @@
 """Run a pass: give each layer the tokens that reach it, and observe its queries.
 
-The hooks on a model's layers and the attention functions call a `PassRun` while it is under way.
+The functions around a model's layers and the attention functions call a `PassRun` while it is under
+way.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kvpolicy.integrations.transformers.forward.passes import (
 )
 from kvpolicy.integrations.transformers.forward.stage_run import StageRun
 from kvpolicy.integrations.transformers.model import routing
+from kvpolicy.integrations.transformers.model.attachment import Forward
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.routing import (
     Attend,
@@ -69,8 +71,7 @@ class PassRun:
         attentions: The attention module of each layer; None if a layer has none that can be seen.
         pending: The keys and values handed out to a layer whose attention function has not been
             called yet; None if none is awaited.
-        cuts: Whether layers' outputs may have to be cut.
-        alone: The layers that run as without hooks before and after them.
+        alone: The layers before and after which nothing is done.
         propagated: For each layer that dropped tokens, the positions it passed on.
         seen: The keys and values of a layer that was run until its queries were known.
         stage: The layers that the pass is for; None for all layers.
@@ -86,7 +87,6 @@ class PassRun:
         self.at = at = PassState(call, self.layers, made)
         self.tokens = at.tokens
         self.propagated = dict(made.propagated)
-        self.cuts = made.in_prompt
         self.pending: tuple[Tensor, Tensor] | None = None
         self.seen: tuple[Tensor, Tensor] | None = None
         self._queries, self._reach, self._masks = made.at_queries, at.reach, at.masks
@@ -118,16 +118,45 @@ class PassRun:
         known = plain and spares and call.model.quirks.spares_masks and not refills
         self.alone = self._queries.left_alone(at) if known else frozenset[int]()
 
+    def layer(
+        self,
+        index: int,
+        module: nn.Module,
+        forward: Forward,
+        hidden: Tensor,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a decoder layer for the tokens that reach it; see `LayerCallbacks`.
+
+        Raises:
+            UnsupportedModelError: The layer's attention did not get the keys of the cache.
+        """
+        hidden, kwargs = self.enter_layer(index, module, forward, hidden, kwargs)
+        output = forward(hidden, **kwargs)
+        if self.pending is not None:
+            raise UnsupportedModelError(
+                "model must give an attention function the keys of the cache, or something "
+                f"computed from each of them, but {type(module).__name__} at {index} did not; the "
+                "policy saw no queries"
+            )
+        return self.leave_layer(index, output) if self.made.in_prompt else output
+
     # Before a layer.
 
     def enter_layer(
-        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+        self,
+        index: int,
+        module: nn.Module,
+        forward: Forward,
+        hidden: Tensor,
+        kwargs: dict[str, Any],
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return the arguments that let a decoder layer read only the tokens that reach it.
 
         Args:
             index: Index of the layer.
             module: The layer.
+            forward: Runs the layer.
             hidden: ``[batch, new_len, hidden]``, its input.
             kwargs: Its other arguments, by name.
 
@@ -157,11 +186,11 @@ class PassRun:
         if self._probe is not None and layer.attends:
             self._probe.enter(index, module, layer, hidden, kwargs, **self._places)
         if stage is not None and index == stage.looked:
-            return self._end_stage(index, module, hidden, kwargs)
+            return self._end_stage(index, forward, hidden, kwargs)
         if index == 0:
             self._masks.check_order(kwargs, in_chunks=bool(self.made.missing))
         if index in self._may_narrow and self._narrows(index, kwargs):
-            return self._enter_narrowed(index, module, hidden, kwargs)
+            return self._enter_narrowed(index, forward, hidden, kwargs)
         if isinstance(layer, IndexedLayer):
             layer.taking = functools.partial(self.update_index, index)
         return hidden, self.attention.arguments(index, layer, hidden, kwargs)
@@ -178,11 +207,11 @@ class PassRun:
         return few_go_on(propagation, index, len(self.layers), max(self.at.seen_len), new_len)
 
     def _enter_narrowed(
-        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+        self, index: int, forward: Forward, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """Let the policy choose in a layer's first run; return the arguments of its second run."""
         here = self._reach.arguments(kwargs)
-        valid = self._look(index, module, hidden, here)
+        valid = self._look(index, forward, hidden, here)
         slots = self._going_on(index)
         assert self.seen is not None
         keys, values = self.seen
@@ -194,7 +223,7 @@ class PassRun:
         return self._reach.taken(hidden, slots), here
 
     def _look(
-        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+        self, index: int, forward: Forward, hidden: Tensor, kwargs: dict[str, Any]
     ) -> Tensor | None:
         """Run a layer just until its queries and keys are known and the policy has seen them.
 
@@ -208,9 +237,7 @@ class PassRun:
         self.attention.note_places(kwargs)
         self._looking = True
         try:
-            # `forward` is called directly, since this code runs inside a hook of the layer.
-            # Attention is not computed.
-            module.forward(hidden, **{**kwargs, "attention_mask": None})
+            forward(hidden, **{**kwargs, "attention_mask": None})  # without its attention
         except PassEnded:
             assert self.seen is not None
             return None if valid is None else valid.to(self.seen[0].device)
@@ -229,11 +256,11 @@ class PassRun:
         return slots[:, max(slots.shape[1] - self._keep_last, 0) :]
 
     def _end_stage(
-        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+        self, index: int, forward: Forward, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """End a pass inside its last layer, once the layer's queries and keys are known."""
         assert self.stage is not None
-        valid = self._look(index, module, hidden, self._reach.arguments(kwargs))
+        valid = self._look(index, forward, hidden, self._reach.arguments(kwargs))
         assert self.seen is not None
         self.stage.end_inside(hidden, self.seen, valid)
         self.pending = self.seen = None

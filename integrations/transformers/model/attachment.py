@@ -1,4 +1,4 @@
-"""Attach a cache to a model, by hooks that exist only while it is attached."""
+"""Attach a cache to a model: by hooks, and while it reads by a function around each layer."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
-from kvpolicy.errors import NotAttachedError, UnsupportedModelError
 from kvpolicy.integrations.transformers.model.call_arguments import by_name, signature
 from kvpolicy.integrations.transformers.model.observing import observe, unobserve
 from kvpolicy.integrations.transformers.model.parts import ModelParts
-from kvpolicy.integrations.transformers.model.routing import route, unroute, users_of
+from kvpolicy.integrations.transformers.model.routing import lock, route, unroute, users_of
 from kvpolicy.integrations.transformers.surface import CACHE, cache_name
 from kvpolicy.policy import CachePolicy
 
+Forward = Callable[..., Any]  # of a layer
 DecoderHook = Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]
 
 
 class LayerCallbacks(Protocol):
-    """A protocol for a running forward, with what the hooks on decoder layers call."""
-
-    def enter_layer(
-        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the arguments that let a decoder layer read only the tokens that reach it."""
-
-    @property
-    def pending(self) -> object | None:
-        """The keys and values given to a layer whose attention has not been called yet; or None."""
+    """A protocol for a running forward, which runs its decoder layers."""
 
     @property
     def alone(self) -> frozenset[int]:
-        """The layers that run as without hooks."""
+        """The layers before and after which nothing is done."""
 
-    @property
-    def cuts(self) -> bool:
-        """True if the forward may drop tokens, so that layers' outputs must be cut."""
+    def layer(
+        self,
+        index: int,
+        module: nn.Module,
+        forward: Forward,
+        hidden: Tensor,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a decoder layer for the tokens that reach it; return what the next layer gets.
 
-    def leave_layer(self, index: int, output: Any) -> Any:
-        """Return a layer's output, cut to the tokens that the next layer gets."""
+        Args:
+            index: Index of the layer.
+            module: The layer.
+            forward: Runs the layer.
+            hidden: ``[batch, new_len, hidden]``, its input.
+            kwargs: Its other arguments, by name.
+        """
 
 
 class ModelCallbacks(Protocol):
@@ -107,62 +109,53 @@ class _Hooks:
 # that thread, whose own forwards have ended, so there is nothing to do.
 
 
-class LayerHooks(_Hooks):
-    """The hooks before and after one decoder layer, which act for one cache.
+class AroundLayer:
+    """The function that runs in place of a decoder layer's `forward` while a cache reads.
+
+    It stands there for the length of a forward of the decoder only, so that what others do to the
+    layer between two forwards, such as adding or removing hooks, is as without a cache. A call that
+    carries none of the reading caches passes straight through.
 
     Args:
-        cache: The cache.
-        listener: The object that the hooks call when a call carries the cache.
         index: Index of the layer.
+        module: The layer.
     """
 
-    def __init__(self, cache: Cache, listener: ModelCallbacks, index: int) -> None:
-        self.cache = cache
-        self.listener = listener
-        self.index = index
+    def __init__(self, index: int, module: nn.Module) -> None:
+        self.index, self.module = index, module
+        self.users: list[Attachment] = []
+        self._replaced = vars(module).get("forward")  # such as accelerate's
+        self._forward = module.forward
+        vars(module)["forward"] = self
 
-    def before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Hook before a layer: cut its arguments to the tokens that reach it."""
-        if not carries(self.cache, args, kwargs):
-            return None
-        run = self.listener.run
-        if run is None:
-            raise _outside()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer for the cache that the call carries."""
+        for each in self.users:
+            if carries(each.cache, args, kwargs):
+                break
+        else:
+            return self._forward(*args, **kwargs)
+        run = each.listener.run
+        assert run is not None
         if self.index in run.alone:
-            return None
+            return self._forward(*args, **kwargs)
         if len(args) == 1 and kwargs:
-            hidden, others = args[0], kwargs
+            hidden = args[0]
         else:  # some models pass more arguments than the input by position, others pass none so
-            others = by_name(module, args, kwargs)
-            hidden = others.pop(list(signature(type(module).forward).parameters)[1])  # after self
-        hidden, others = run.enter_layer(self.index, module, hidden, others)
-        return (hidden,), others
+            kwargs = by_name(self.module, args, kwargs)
+            # The first argument after self.
+            hidden = kwargs.pop(list(signature(type(self.module).forward).parameters)[1])
+        return run.layer(self.index, self.module, self._forward, hidden, kwargs)
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        """Hook after a layer: cut its output to the tokens that the next layer gets."""
-        if len(rest) < 2 or not carries(self.cache, args, rest[0]):
-            return None
-        run = self.listener.run
-        if run is None:
-            raise _outside()
-        if self.index in run.alone or (run.pending is None and not run.cuts):
-            return None
-        if run.pending is not None:
-            raise UnsupportedModelError(
-                "model must give an attention function the keys of the cache, or something "
-                f"computed from each of them, but {type(module).__name__} at {self.index} did "
-                "not; the policy saw no queries"
-            )
-        return run.leave_layer(self.index, rest[1])
-
-
-def _outside() -> NotAttachedError:
-    return NotAttachedError(
-        "a decoder layer was called with a PolicyCache outside its model's forward; call the model "
-        "itself inside `with cache.attached(model):`"
-    )
+    def remove(self) -> None:
+        """Give the layer the `forward` again that it had before."""
+        own = vars(self.module)
+        if own.get("forward") is not self:
+            return
+        if self._replaced is None:
+            del own["forward"]
+        else:
+            own["forward"] = self._replaced
 
 
 class Attachment(_Hooks):
@@ -186,6 +179,7 @@ class Attachment(_Hooks):
         self.parts = parts
         self.outer: list[nn.Module] = [parts.model]
         self._handles: list[RemovableHandle] = []
+        self._around: list[AroundLayer] = []
         self._routed: list[nn.Module] = []
         self._observed: list[nn.Module] = []
 
@@ -208,14 +202,6 @@ class Attachment(_Hooks):
                     self.after_decoder, with_kwargs=True, always_call=True
                 ),
             ]
-            for index, layer in enumerate(self.parts.layers):
-                hooks = LayerHooks(self.cache, self.listener, index)
-                self._handles += [
-                    layer.register_forward_pre_hook(hooks.before, with_kwargs=True),
-                    # First, so that other hooks, such as hooks that record hidden states, see the
-                    # cut output.
-                    layer.register_forward_hook(hooks.after, with_kwargs=True, prepend=True),
-                ]
         except BaseException:
             self.detach()
             raise
@@ -252,6 +238,7 @@ class Attachment(_Hooks):
 
     def detach(self) -> None:
         """Remove all hooks, which leaves the model as it was before."""
+        self._leave_layers()
         for handle in self._handles:
             handle.remove()
         for attention in self._routed:
@@ -259,6 +246,24 @@ class Attachment(_Hooks):
         for attention in self._observed:
             unobserve(attention)
         self._handles, self._routed, self._observed = [], [], []
+
+    def _enter_layers(self) -> None:
+        """Put a function around every layer, for the forward that begins."""
+        self._leave_layers()
+        with lock:
+            for index, layer in enumerate(self.parts.layers):
+                found = vars(layer).get("forward")
+                around = found if isinstance(found, AroundLayer) else AroundLayer(index, layer)
+                around.users.append(self)
+                self._around.append(around)
+
+    def _leave_layers(self) -> None:
+        with lock:
+            for around in self._around:
+                around.users.remove(self)
+                if not around.users:
+                    around.remove()
+            self._around = []
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -357,16 +362,20 @@ class Attachment(_Hooks):
         if kwargs is None or not carries(self.cache, args, kwargs):
             return None
         kwargs = self._renamed(module, kwargs)
+        self._enter_layers()
         return (), self.listener.begin_forward(by_name(module, args, kwargs))
 
     def after_decoder(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         """Hook after the decoder: finish the forward, or undo it if it failed."""
         if len(rest) < 2 or not carries(self.cache, args, rest[0]):
             return None
-        if rest[1] is None:
-            self.listener.fail_forward()
-            return None
-        return self.listener.finish_forward(rest[1])
+        try:
+            if rest[1] is None:
+                self.listener.fail_forward()
+                return None
+            return self.listener.finish_forward(rest[1])
+        finally:
+            self._leave_layers()
 
 
 def carries(cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
