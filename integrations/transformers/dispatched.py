@@ -46,7 +46,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
                 f"model.generate({CACHE}=cache), or call the model inside "
                 "`with cache.attached(model):`"
             )
-        return run
+        return run if run.part is None else run.part
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -191,7 +191,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         The offset is the number of columns seen but not stored. An attention module that computes
         distances between queries and keys gets all columns seen instead.
         """
-        run, unhooked = self._reader.run, self._reader.unhooked
+        run, unhooked = self._reader.at_work, self._reader.unhooked
         if unhooked.layers is not None:
             return unhooked.mask_sizes(query_length, layer_idx, self._reader.seen_by(layer_idx))
         columns = None if run is None else run.columns(layer_idx)
@@ -207,7 +207,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
 
         An attention module that computes distances gets the offset of its own queries instead.
         """
-        run = self._reader.run
+        run = self._reader.at_work
         columns = None if run is None else run.columns(layer_idx)
         return self.get_seq_length(layer_idx) if columns is None else columns.query_offset
 

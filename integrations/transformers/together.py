@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.forward.deferred_layers import choose
 from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
 from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts
-from kvpolicy.integrations.transformers.forward.later_stages import Passes
 from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
-from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassState
+from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
+from kvpolicy.integrations.transformers.forward.passes import AtQueries, KeyUse, Pass, PassState
 from kvpolicy.integrations.transformers.forward.plan import Arrival
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.forward.selecting import Select
-from kvpolicy.integrations.transformers.forward.staging import SharedStage
-from kvpolicy.integrations.transformers.model.attachment import carries
+from kvpolicy.integrations.transformers.forward.stage import NO_LAYERS, StagePiece
+from kvpolicy.integrations.transformers.forward.staging import why_whole
+from kvpolicy.integrations.transformers.model.attachment import Forward
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.integrations.transformers.surface import CACHE, CACHE_NAMES
 from kvpolicy.policies import FullContext
 from kvpolicy.policy import CachePolicy
-from kvpolicy.selection import gather_positions
 
 # Arguments of a model that `read_together` gives itself, or that ask for an output of all tokens.
 OWN_ARGUMENTS = frozenset({"labels", "logits_to_keep", "use_cache", *CACHE_NAMES})
 
-Read = Callable[[PolicyCache], Tensor | None]  # of a prompt; returns its last logits
+
+class Read(Protocol):
+    """A protocol for the call that reads a prompt into a cache, and returns its last logits."""
+
+    def __call__(self, cache: PolicyCache, *, whole: bool) -> Tensor | None:
+        """Read the prompt; only its last token if ``whole`` is False."""
 
 
 class ReadTogether(dict[str, PolicyCache]):
@@ -69,12 +71,11 @@ def read_together(
     on it. Logits may differ by rounding. The logits of the prompt's last token are in the result's
     attribute ``logits``.
 
-    Policies that only evict share one forward of the model: at each layer, every policy chooses
-    among the same keys and values, which are held once and freed before the next layer. Policies
-    that drop tokens once share the layers up to their drop; the tokens that go on are read by each
-    of them in the layers behind it. A policy that drops tokens more than once, restarts or reads
-    its prompt twice reads it alone. So does one that drops tokens, on a model whose layers cannot
-    be resumed (those that need `prefill_chunk_size` to be None under such a policy).
+    All policies share one forward of the model. At each layer, every policy chooses among the same
+    keys and values, which are held once and freed before the next layer. Behind its first drop, a
+    policy that drops tokens runs each layer for its own tokens. A policy that restarts or reads its
+    prompt twice reads it alone. So does one that drops tokens on a model whose layers use what
+    other layers have left, such as shared keys.
 
     No gradients are recorded.
 
@@ -129,8 +130,14 @@ def read_together(
         with _of_policy(name):
             caches[name] = PolicyCache(policy)
 
-    def read(cache: PolicyCache) -> Tensor | None:
-        logits = getattr(model(input_ids, **given, **{CACHE: cache}), "logits", None)
+    def read(cache: PolicyCache, *, whole: bool) -> Tensor | None:
+        ids, inputs = input_ids, given
+        if not whole:  # the last token alone
+            ids = None if input_ids is None else input_ids[:, -1:]
+            embeds = model_inputs.get("inputs_embeds")
+            inputs = {"logits_to_keep": 1} if "logits_to_keep" in given else {}
+            inputs |= {} if embeds is None else {"inputs_embeds": embeds[:, -1:]}
+        logits = getattr(model(ids, **inputs, **{CACHE: cache}), "logits", None)
         return logits[:, -1] if isinstance(logits, Tensor) else None
 
     with torch.no_grad(), ExitStack() as attached:
@@ -141,7 +148,7 @@ def read_together(
         for name, cache in caches.items():
             if name not in logits:
                 with _of_policy(name):
-                    logits[name] = read(cache)
+                    logits[name] = read(cache, whole=True)
     found.update(caches)
     found.logits = {name: each for name in caches if (each := logits[name]) is not None}
     return found
@@ -183,17 +190,16 @@ def _of_policy(name: str) -> Iterator[None]:
 
 def _may_share(cache: PolicyCache) -> bool:
     """True if an attached cache may follow another one's forward, at least in its first layers."""
-    facts = cache._reader.facts
+    facts, layers = cache._reader.facts, cache._reader.layers
     assert facts is not None
     if facts.restarts or facts.policy.rereading is not None:
         return False
-    last = facts.parts.num_layers - 1
-    drops_once = len(facts.acting) == 1 and last not in facts.acting and not facts.policy.gapless
-    return drops_once or not facts.acting
+    # Behind a drop, layers may need what earlier ones have left in the forward.
+    return not facts.acting or all(why_whole(each) is None for each in layers)
 
 
 def _shared(caches: Mapping[str, PolicyCache], read: Read) -> dict[str, Tensor | None]:
-    """Read a prompt into several attached caches, with one forward for the layers they share.
+    """Read a prompt into several attached caches, with one forward of another cache.
 
     Returns:
         The logits of the prompt's last token, by name. A name is missing if its cache has read
@@ -202,34 +208,27 @@ def _shared(caches: Mapping[str, PolicyCache], read: Read) -> dict[str, Tensor |
     followers = [_Follower(name, each) for name, each in caches.items()]
     if len(followers) < 2:
         return {}
-    leader, facts = PolicyCache(FullContext()), followers[0].facts
-    leading = _Leading(leader, followers)
-    leader._reader.plan = leading.passes
-    logits, found = None, dict[str, Tensor | None]()
-    with leader.attached(facts.parts.model), ExitStack() as hooks:
-        for index in {each.drop for each in followers if each.drop is not None}:
-            after = functools.partial(leading.after_drop, index)
-            handle = facts.parts.layers[index].register_forward_hook(after, with_kwargs=True)
-            hooks.callback(handle.remove)
-        with suppress(_Enough):
-            logits = read(leader)
-    for each in followers:
-        with _of_policy(each.name):
-            if each.drop is None:
+    leader, logits = PolicyCache(FullContext()), dict[str, Tensor | None]()
+    leader._reader.plan = _Leading(leader, followers).passes
+    with leader.attached(followers[0].facts.parts.model):
+        whole = read(leader, whole=True)
+        for each in followers:
+            with _of_policy(each.name):
                 each.end(leader._reader)
-                found[each.name] = logits
-            elif each.has_rest(read):
-                found[each.name] = each.logits
-    return found
-
-
-class _Enough(Exception):  # noqa: N818 -- not an error: it ends a forward early
-    """A signal, raised as an exception, that no later layer is shared."""
+        for each in followers:
+            logits[each.name] = whole
+            if each.output is not None:
+                leader.reset()
+                leader._reader.plan = functools.partial(_ended, hidden=each.last_hidden())
+                logits[each.name] = read(leader, whole=False)
+    return logits
 
 
 @attrs.define(eq=False)
 class _Follower:
     """A cache that chooses among the keys and values which another cache's forward shows it.
+
+    Behind its first drop it runs the layers for its own tokens.
 
     Args:
         name: The name of its policy.
@@ -237,18 +236,15 @@ class _Follower:
 
     Attributes:
         select: What its policy does at each layer.
-        at: The pass, as if it were the cache's own.
-        shared: What the layers up to its drop have left; None without a drop, or if the layers
-            behind it cannot be run later.
-        logits: ``[batch, vocab_size]``, if the cache has read the layers behind its drop.
+        run: Its pass, as if it were reading alone.
+        output: The last layer's output for its own tokens; None if all tokens have reached it.
     """
 
     name: str
     cache: PolicyCache
     select: Select = attrs.field(factory=Select, init=False)
-    at: PassState = attrs.field(init=False)
-    shared: SharedStage | None = attrs.field(default=None, init=False)
-    logits: Tensor | None = attrs.field(default=None, init=False)
+    run: PassRun = attrs.field(init=False)
+    output: Any = attrs.field(default=None, init=False)
 
     @property
     def facts(self) -> ModelFacts:
@@ -259,20 +255,27 @@ class _Follower:
 
     @property
     def drop(self) -> int | None:
-        """Index of the layer after which the policy drops tokens; None if it drops none."""
+        """Index of the first layer after which the policy drops tokens; None if it drops none."""
         return min(self.facts.acting, default=None)
 
     def follows(self, index: int) -> bool:
         """True if all tokens of the prompt reach the layer with this index."""
         return self.drop is None or index <= self.drop
 
-    def begin(self, at: PassState) -> None:
-        """Begin a pass of the leader's, which is at no layer yet."""
-        self.at = copy.copy(at)
-        self.at.policy, self.at.layers = self.facts.policy, self.cache.layers
-        probe = LayerProbe.of(self.facts.parts, self.facts.policy)
-        self.at.call = attrs.evolve(at.call, model=self.facts, probe=probe)
-        self.select.begin(self.at)
+    def begin(self, call: Call, arrival: Arrival) -> None:
+        """Begin a forward of the leader's, which is at no layer yet."""
+        facts = attrs.evolve(self.facts, form=call.model.form)
+        probe = LayerProbe.of(facts.parts, facts.policy)
+        call = attrs.evolve(call, model=facts, probe=probe)
+        made = Pass(
+            arrival.incoming,
+            KeyUse.SELECT,
+            self.select,
+            main=True,
+            narrows=True,
+            features=arrival.features,
+        )
+        self.cache._reader.run = self.run = PassRun(call, self.cache.layers, made)
 
     def observe(
         self,
@@ -285,56 +288,56 @@ class _Follower:
         layer = self.cache.layers[index]
         if isinstance(layer, IndexedLayer) and isinstance(leading, IndexedLayer):
             layer.show_as(leading)
-        self.select.observe(self.at, index, inputs, stored)
+        self.run.at.masks.enter(layer)
+        self.select.observe(self.run.at, index, inputs, stored)
 
-    def _take_over(self, leader: ForwardDispatcher) -> SeenTokens:
-        """Take over what layers hold beside keys and values; return the record of seen tokens."""
-        tokens, layers = self.select.finish(self.at), self.cache.layers
-        for index, (layer, leading) in enumerate(zip(layers, leader.layers, strict=True)):
-            beside = layer.holds_more and not isinstance(layer, IndexedLayer)  # states, or images
-            if beside and self.follows(index):
-                layer.restore(layer.contents, leading.beside(), tokens)
-        follow(layers, tokens)
-        return tokens
+    def layer(
+        self,
+        index: int,
+        module: nn.Module,
+        forward: Forward,
+        kwargs: dict[str, Any],
+        leading: Any,
+    ) -> None:
+        """Run a layer for the policy's own tokens, if it has dropped some.
+
+        Args:
+            index: Index of the layer.
+            module: The layer.
+            forward: Runs the layer.
+            kwargs: Its other arguments, by name, for all tokens.
+            leading: The output of the layer for all tokens.
+        """
+        if index == self.drop:
+            self.output = self.run.cut_output(index, leading)
+        elif not self.follows(index):
+            hidden = self.output[0] if isinstance(self.output, tuple) else self.output
+            own = {
+                name: self.cache if isinstance(each, PolicyCache) else each
+                for name, each in kwargs.items()
+            }
+            self.output = self.run.layer(index, module, forward, hidden, own)
+
+    def last_hidden(self) -> Tensor:
+        """Return the last layer's output for the prompt's last token."""
+        hidden: Tensor = self.output[0] if isinstance(self.output, tuple) else self.output
+        axis = self.run.at.reach.token_axis(hidden)
+        return hidden.narrow(axis, hidden.shape[axis] - 1, 1)
 
     def end(self, leader: ForwardDispatcher) -> None:
-        """End the leader's forward, in which all tokens have reached all layers."""
-        tokens, reader = self._take_over(leader), self.cache._reader
+        """End the leader's forward."""
+        reader, layers = self.cache._reader, self.cache.layers
+        for index, (layer, leading) in enumerate(zip(layers, leader.layers, strict=True)):
+            if not self.follows(index):
+                break
+            self.run.updated.add(index)
+            if layer.holds_more and not isinstance(layer, IndexedLayer):  # states, or images
+                layer.restore(layer.contents, leading.beside(), self.run.tokens)
+        tokens = self.run.finish()
         if self.select.waiting:
-            choose(self.facts.policy, self.cache.layers, self.select.waiting)
-        reader.now, reader.filled_by = ReadState(tokens), leader.filled_by
-
-    def end_stage(self, leader: ForwardDispatcher, output: Any) -> None:
-        """Take the output of the dropping layer for the tokens that go on."""
-        hidden, *others = output if isinstance(output, tuple) else (output,)
-        of_tokens = (each.shape[:2] for each in others if isinstance(each, Tensor))
-        if hidden.ndim != 3 or hidden.shape[:2] in of_tokens:
-            return
-        reach, passed = self.at.reach, self.select.passed
-        slots = reach.everything() if passed is None else passed
-        self.shared = SharedStage(
-            slots,
-            gather_positions(reach.positions, slots),
-            reach.taken(hidden, slots),
-            drops=passed is not None,
-            tokens=self._take_over(leader),
-            history=self.select.history.taken(slots),
-        )
-
-    def has_rest(self, read: Read) -> bool:
-        """Read the layers behind the drop; return False, with an empty cache, if that cannot be."""
-        reader, shared, waiting = self.cache._reader, self.shared, self.select.waiting
-        if shared is not None:
-            reader.plan = lambda arrival: arrival.behind_drop(shared, waiting)
-            try:
-                self.logits = read(self.cache)
-                return True
-            except (UnsupportedModelError, UnsupportedGenerationError):
-                pass  # it reads alone, and is refused there if it must be
-            finally:
-                reader.plan = Arrival.passes
-        self.cache.reset()
-        return False
+            choose(self.facts.policy, layers, self.select.waiting)
+        reader.now, reader.filled_by = ReadState(tokens, self.run.propagated), leader.filled_by
+        reader.run = None
 
 
 class _Leading(Select):
@@ -349,28 +352,41 @@ class _Leading(Select):
         super().__init__()
         self._cache, self._followers = cache, followers
         drops = [each.drop for each in followers]
-        # The last layer that is shared; None for the model's last one.
-        self._last = None if None in drops else max(each for each in drops if each is not None)
+        self._drops = [each for each in drops if each is not None]
+        # The last layer that all tokens must reach; None for the model's last one.
+        self._last = None if None in drops else max(self._drops)
 
     def passes(self, arrival: Arrival) -> Passes:
         """Yield the pass of the leader's forward; see `Arrival.passes`."""
-        reader = self._cache._reader
+        reader, self._arrival = self._cache._reader, arrival
         for each in self._followers:
             arriving = attrs.evolve(reader._arriving(ends=True), model=each.facts)
             with _of_policy(each.name):
                 arriving.check(reader._given, arrival.incoming)
-        yield Pass(arrival.incoming, KeyUse.SELECT, self, main=True, features=arrival.features)
+        yield Pass(
+            arrival.incoming,
+            KeyUse.SELECT,
+            self,
+            main=True,
+            features=arrival.features,
+            around=self.layer,
+        )
 
     def begin(self, at: PassState) -> None:
         """See `AtQueries.begin`."""
         super().begin(at)
         for each in self._followers:
             with _of_policy(each.name):
-                each.begin(at)
+                each.begin(at.call, self._arrival)
+
+    def left_alone(self, at: PassState) -> frozenset[int]:
+        """See `AtQueries.left_alone`."""
+        first = min(self._drops, default=len(at.layers))
+        return frozenset(index for index in super().left_alone(at) if index < first)
 
     def probe(self, call: Call) -> LayerProbe | None:
         """See `AtQueries.probe`."""
-        asking = [each for each in self._followers if each.at.call.probe is not None]
+        asking = [each for each in self._followers if each.run.call.probe is not None]
         if not asking:
             return None
         return _Probes(call.model.parts, call.model.policy, False, False, followers=asking)
@@ -384,27 +400,33 @@ class _Leading(Select):
                 with _of_policy(each.name):
                     each.observe(index, inputs, stored, at.layers[index])
 
-    def after_drop(
-        self, index: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Hook after a layer at which followers drop tokens.
-
-        Raises:
-            _Enough: No policy shares a later layer.
-        """
-        if not carries(self._cache, args, kwargs):
-            return
+    def layer(
+        self,
+        run: PassRun,
+        index: int,
+        module: nn.Module,
+        forward: Forward,
+        hidden: Tensor,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a layer for all tokens, and for the tokens of each follower that has dropped some."""
+        if self._last is None or index <= self._last:
+            output = run.run_layer(index, module, forward, hidden, kwargs)
+        else:
+            run.updated.add(index)
+            output = run.call.model.form.of(hidden)
         for each in self._followers:
-            if each.drop == index:
-                with _of_policy(each.name):
-                    each.end_stage(self._cache._reader, output)
-        if index == self._last:
-            raise _Enough
+            if index == 0:
+                each.run.at.reach.check(module, hidden)
+            with _of_policy(each.name):
+                each.layer(index, module, forward, kwargs, output)
+        return output
 
     def finish(self, at: PassState) -> SeenTokens:
         """See `AtQueries.finish`."""
         for each in self._followers:
-            each.at.last_hidden = at.last_hidden
+            if each.output is None:
+                each.run.at.last_hidden = at.last_hidden
         return at.tokens
 
 
@@ -420,7 +442,35 @@ class _Probes(LayerProbe):
     def enter(self, index: int, module: Any, layer: PolicyLayer, *args: Any, **kwargs: Any) -> None:
         """See `LayerProbe.enter`; ``layer`` is the leader's."""
         for each in self.followers:
-            probe = each.at.call.probe
+            probe = each.run.call.probe
             if probe is not None and each.follows(index):
                 with _of_policy(each.name):
                     probe.enter(index, module, each.cache.layers[index], *args, **kwargs)
+
+
+def _ended(arrival: Arrival, hidden: Tensor) -> Passes:
+    """Yield a pass in which no layer runs, and the last one returns the given hidden states."""
+    yield Pass(
+        arrival.incoming,
+        KeyUse.SELECT,
+        AtQueries(),
+        stage=StagePiece(NO_LAYERS, is_output=True),
+        main=True,
+        then=lambda _: _Ended(hidden),
+    )
+
+
+@attrs.frozen(eq=False)
+class _Ended:
+    """Layers that have run before; see `LayersBehind`."""
+
+    hidden: Tensor
+    propagated: dict[int, Tensor] = attrs.field(factory=dict)
+
+    def layer(self, main: PassRun, index: int, module: nn.Module, forward: Forward) -> Any:
+        """See `LayersBehind.layer`."""
+        return main.call.model.form.of(self.hidden)
+
+    def finish(self, main: PassRun) -> SeenTokens:
+        """See `LayersBehind.finish`."""
+        return main.tokens

@@ -1,6 +1,7 @@
 """Many policies that read a prompt together, each beside the same policy that has read it alone."""
 
 import copy
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -27,9 +28,10 @@ from kvpolicy.policies import (
     GQAGroupSelector,
     KVzip,
     PassAllPropagation,
-    PyramidInfer,
     SnapKV,
+    StagedPropagation,
     StreamingLLM,
+    TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
 from tests.integrations.situations.models import KINDS, PLAIN, model_of
@@ -319,21 +321,24 @@ def test_policies_that_only_evict_cost_one_reading() -> None:
     assert cost(evicting) == [length, length, length, 1]  # the last layer, for the last logits
 
 
-def test_policies_that_drop_once_share_the_layers_up_to_their_drop() -> None:
-    length, stub = LENGTHS[0], 1  # a layer that is left out gets one token
+def test_policies_that_drop_share_the_layers_up_to_their_drop() -> None:
+    length = LENGTHS[0]
+    drop = functools.partial(TokenSelectivePropagation, window_size=4)
+    stages = StagedPropagation([drop(tsp_layer=1, tsp_rate=0.7), drop(tsp_layer=2, tsp_rate=0.3)])
+    two = CachePolicy(WindowMaxPoolScorer(4), GQAGroupSelector(0.2, window_size=4), stages)
     few = int(0.4 * length)
     drops = {"early": FASTKV, "late": dropping(2)}
-    shared = [length + 2 * stub, length + 2 * stub, length + few + stub]
-    assert cost({"full": FullContext(), **drops}) == [*shared, 1 + 2 * stub]
-    assert cost(drops) == [*shared, 2 * stub]  # no policy needs the last layer of all tokens
+    shared = [length, length, length + few]
+    assert cost({"full": FullContext(), **drops}) == [*shared, 3]
+    assert cost(drops) == [*shared, 2]  # no policy needs the last layer of all tokens
+    own = cost({"two": two})
+    assert own[0] == length > own[1] > own[2] > own[3]
+    both = [length, length, length + own[2], 2]
+    assert cost({"full": FullContext(), "two": two}) == both
 
 
 def test_other_policies_read_alone() -> None:
-    alone = {
-        "gemfilter": GemFilter(retention_rate=0.4),
-        "kvzip": KVzip(0.4, chunk_size=19),
-        "pyramidinfer": PyramidInfer(min_context=8),
-    }
+    alone = {"gemfilter": GemFilter(retention_rate=0.4), "kvzip": KVzip(0.4, chunk_size=19)}
     own = [cost({name: policy}) for name, policy in alone.items()]
     shared = cost({"full": FullContext(), "snapkv": SnapKV(0.2)})
     together = cost({"full": FullContext(), "snapkv": SnapKV(0.2), **alone})

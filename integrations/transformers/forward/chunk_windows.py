@@ -97,9 +97,11 @@ class ChunkWindows:
         count = end - max(first_seen(end, window), 0)
         return (count,) * at.before.batch
 
-    def finish(self) -> None:
-        """Mark all tokens in the layers as kept by a choice, none as appended since."""
+    def settle(self, index: int) -> None:
+        """Mark all tokens in a layer as kept by a choice, none as appended since."""
+        if index not in self._narrowed:
+            return
         tokens = self._at.tokens
         none = tokens.appended[:, :0]
         tokens = attrs.evolve(tokens, appended=none, appended_ids=none)
-        follow([self._at.layers[index] for index in sorted(self._narrowed)], tokens)
+        follow([self._at.layers[index]], tokens)

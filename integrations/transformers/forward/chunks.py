@@ -11,6 +11,7 @@ a token before the prompt's end, whatever the policy: all later tokens of the pr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -42,7 +43,8 @@ class Chunks:
         columns: Number of columns of the chunks so far, padding included.
         row_lens: ``[batch]`` int64, number of tokens of each row in these chunks.
         valid: ``[batch, held_len]`` bool, for the columns whose queries are held, False on padding.
-        queries: By layer, ``[batch, query_heads, held_len, head_dim]``.
+        parts: Of each chunk whose queries are held, the number of their columns, and the queries
+            by layer, ``[batch, query_heads, columns, head_dim]``.
         carried: By layer, ``[batch, kv_heads, key_len, carries]``, the scorer's state for each key
             after the queries so far, in place of these queries; see `Scorer.update`.
         staged: What further stages must read, if tokens are dropped; None if no tokens are dropped.
@@ -52,49 +54,45 @@ class Chunks:
     columns: int = 0
     row_lens: Tensor | None = None
     valid: Tensor | None = None
-    queries: dict[int, Tensor] = attrs.field(factory=dict)
-    carried: dict[int, Tensor] = attrs.field(factory=dict)
+    parts: tuple[tuple[int, Mapping[int, Tensor]], ...] = ()
+    carried: Mapping[int, Tensor] = attrs.field(factory=dict)
     staged: StagedPrompt | None = None
 
     def with_chunk(
-        self, valid: Tensor, queries: dict[int, Tensor], carried: dict[int, Tensor]
+        self, valid: Tensor, queries: Mapping[int, Tensor], carried: Mapping[int, Tensor]
     ) -> Chunks:
         """Return a copy of the record with one more chunk of the prompt.
 
         Args:
             valid: ``[batch, new_len]`` bool, the chunk's columns.
-            queries: By layer, the chunk's queries from `first_needed` on.
-            carried: By layer, the scorer's state, this chunk included.
+            queries: By layer, the chunk's queries from `first_needed` on. Layers may be added
+                later.
+            carried: By layer, the scorer's state, this chunk included. Layers may be added later.
         """
-        lens, own = valid.sum(dim=1), self.first_needed(valid)
-        if own:  # this chunk alone has all queries needed
-            return Chunks(
-                self.num_queries,
-                self.columns + valid.shape[1],
-                lens if self.row_lens is None else self.row_lens + lens,
-                valid[:, own:],
-                queries,
-                carried,
-                self.staged,
-            )
-        columns = valid if self.valid is None else torch.cat([self.valid, valid], dim=1)
-        first = self.first_needed(columns)
-        return Chunks(
-            self.num_queries,
-            self.columns + valid.shape[1],
-            lens if self.row_lens is None else self.row_lens + lens,
-            columns[:, first:],
-            {
-                index: self._joined(index, new)[:, :, first:].clone()
-                for index, new in queries.items()
-            },
-            carried,
-            self.staged,
+        own = valid[:, self.first_needed(valid) :]
+        columns = own if self.valid is None else torch.cat([self.valid, own], dim=1)
+        parts, before = (*self.parts, (own.shape[1], queries)), self.first_needed(columns)
+        while before and parts[0][0] <= before:
+            before -= parts[0][0]
+            columns, parts = columns[:, parts[0][0] :], parts[1:]
+        lens = valid.sum(dim=1)
+        return attrs.evolve(
+            self,
+            columns=self.columns + valid.shape[1],
+            row_lens=lens if self.row_lens is None else self.row_lens + lens,
+            valid=columns,
+            parts=parts,
+            carried=carried,
         )
 
+    @property
+    def asked(self) -> frozenset[int]:
+        """The layers of which queries are held."""
+        return frozenset(index for _, queries in self.parts for index in queries)
+
     def _joined(self, index: int, queries: Tensor) -> Tensor:
-        held = self.queries.get(index)
-        return queries if held is None else torch.cat([held, queries], dim=2)
+        held = [each[index] for _, each in self.parts]
+        return torch.cat([*held, queries], dim=2) if held else queries
 
     def first_needed(self, valid: Tensor) -> int:
         """Return the column where the trailing queries that the policy looks at begin.
@@ -236,9 +234,13 @@ class Remember(InPrompt):
         return True
 
     def chunks(self, at: PassState) -> Chunks:
-        """End the pass's chunk; return the record of the prompt's chunks so far, it included."""
-        self._windows.finish()
+        """Return the record of the prompt's chunks so far, this pass's included."""
         return self._before.with_chunk(at.reach.valid, self._queries, self._carried)
+
+    def settle(self, *layers: int) -> None:
+        """End some layers, or all, after the record of seen tokens was given to them."""
+        for index in layers or self.holding_anew:
+            self._windows.settle(index)
 
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
@@ -303,7 +305,7 @@ class AtEnd(InPrompt):
         new_valid = chunks.prompt_valid(at.reach.valid)
         if at.policy.num_queries == 0:
             return queries[:, :, :0], new_valid
-        if index in chunks.carried or index not in chunks.queries:
+        if index in chunks.carried or index not in chunks.asked:
             return queries, new_valid
         return chunks.shown(index, queries, at.reach.valid), new_valid
 

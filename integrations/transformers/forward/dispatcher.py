@@ -23,10 +23,9 @@ from kvpolicy.integrations.transformers.forward.facts import ModelFacts, keeps_e
 from kvpolicy.integrations.transformers.forward.fixed_answer import FixedAnswer
 from kvpolicy.integrations.transformers.forward.forward_run import ForwardRun
 from kvpolicy.integrations.transformers.forward.inputs import inputs_of
-from kvpolicy.integrations.transformers.forward.later_stages import Passes
 from kvpolicy.integrations.transformers.forward.outer_call import OuterCall
 from kvpolicy.integrations.transformers.forward.output_order import joined_outputs
-from kvpolicy.integrations.transformers.forward.pass_run import PassRun
+from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
 from kvpolicy.integrations.transformers.forward.passes import KeyUse
 from kvpolicy.integrations.transformers.forward.plan import Arrival
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
@@ -150,12 +149,18 @@ class ForwardDispatcher:
         return self.fixed.buffers is not None or self.unhooked.layers is not None
 
     @property
+    def at_work(self) -> PassRun | None:
+        """The run whose layer is under way; None if the decoder is not running."""
+        return None if self.run is None else self.run.part or self.run
+
+    @property
     def makes_masks(self) -> bool:
         """True if the current forward replaces the model's mask by one for each layer.
 
         The model's mask is then used only for how the new tokens see each other.
         """
-        return self.run is not None and self.run.made.in_prompt and not self.run.at.first
+        run = self.at_work
+        return run is not None and run.made.in_prompt and not run.at.first
 
     def recorded(self) -> ReadState:
         """Record the cache's whole state, so that a forward can be undone."""

@@ -16,6 +16,28 @@ from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.policy import CachePolicy
 
 
+@attrs.define
+class OutputForm:
+    """What a decoder layer returns: hidden states, or a tuple that begins with them.
+
+    Args:
+        others: Number of the tuple's other entries; None if there is no tuple.
+        known: Whether a layer has run, which showed it.
+    """
+
+    others: int | None = None
+    known: bool = False
+
+    def note(self, output: Any) -> None:
+        """Learn from a layer's output."""
+        if not self.known:
+            self.others, self.known = len(output) - 1 if isinstance(output, tuple) else None, True
+
+    def of(self, hidden: Any) -> Any:
+        """Return hidden states in the form of a layer's output."""
+        return hidden if self.others is None else (hidden, *[None] * self.others)
+
+
 @attrs.frozen(eq=False)
 class ModelFacts:
     """A record of what is known of a model and its policy while a cache is attached.
@@ -31,6 +53,7 @@ class ModelFacts:
         rotary: The decoder's rotary embedding, for index keys that are rotated late; None without.
         acting: The layers after which the policy drops tokens, or restarts.
         restarts: Whether the policy restarts the prefill.
+        form: What layers return.
     """
 
     parts: ModelParts
@@ -42,6 +65,7 @@ class ModelFacts:
     rotary: Any
     acting: frozenset[int]
     restarts: bool
+    form: OutputForm = attrs.field(factory=OutputForm)
 
     @staticmethod
     def of(parts: ModelParts, policy: CachePolicy, quirks: ModelQuirks) -> ModelFacts:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from kvpolicy.integrations.transformers.forward.facts import Call
-from kvpolicy.integrations.transformers.forward.later_stages import Passes
-from kvpolicy.integrations.transformers.forward.pass_run import PassRun
+from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
 from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassEnded
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import held_by, hold_again

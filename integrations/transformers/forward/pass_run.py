@@ -7,13 +7,15 @@ way.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Generator
+from typing import Any, Protocol
 
 import attrs
 import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.attending import LayerAttention
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.indexers import new_places
@@ -32,7 +34,6 @@ from kvpolicy.integrations.transformers.forward.passes import (
     PassState,
     may_narrow,
 )
-from kvpolicy.integrations.transformers.forward.stage_run import StageRun
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import Forward
 from kvpolicy.integrations.transformers.model.masks import FLASH
@@ -50,6 +51,18 @@ from kvpolicy.integrations.transformers.state.recurrent import (
 )
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_slots
+
+
+class LayersBehind(Protocol):
+    """A protocol for the layers behind a stage, which read the tokens that go on."""
+
+    propagated: dict[int, Tensor]
+
+    def layer(self, main: PassRun, index: int, module: nn.Module, forward: Forward) -> Any:
+        """Run a layer for the run that the decoder calls; return the layer's output."""
+
+    def finish(self, main: PassRun) -> SeenTokens:
+        """End the last layer; return the new record of seen tokens."""
 
 
 class PassRun:
@@ -75,6 +88,13 @@ class PassRun:
         propagated: For each layer that dropped tokens, the positions it passed on.
         seen: The keys and values of a layer that was run until its queries were known.
         stage: The layers that the pass is for; None for all layers.
+        held: The hidden states that go into the next stage; None before they are known.
+        attended: Keys and values of the layer inside which the stage has ended, and which of them
+            are tokens (None: all); None if it ends behind a layer.
+        later: The layers behind the stage, once it is known which tokens reach them.
+        updated: The layers that have used the cache.
+        part: The run of ``later`` whose layer is under way; None if it is this run's.
+        given: What the decoder gives the stage's layers, by index, if it was asked before they run.
     """
 
     def __init__(self, call: Call, layers: list[PolicyLayer], made: Pass) -> None:
@@ -91,8 +111,13 @@ class PassRun:
         self.seen: tuple[Tensor, Tensor] | None = None
         self._queries, self._reach, self._masks = made.at_queries, at.reach, at.masks
         self._appends = appends = made.keys is KeyUse.APPEND
-        self.stage = None if made.stage is None else StageRun(made.stage, at, appends=appends)
-        self._updated: set[int] = set()
+        self.stage = made.stage
+        self.held: Tensor | None = None
+        self.attended: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self.later: LayersBehind | None = None
+        self.part: PassRun | None = None
+        self.given: dict[int, tuple[Tensor, dict[str, Any]]] = {}
+        self.updated: set[int] = set()
         # Moving padding before tokens leaves the last token last, but may move others. The last
         # columns that were asked for would then be confused with later tokens.
         moved = made.incoming.order is not None
@@ -118,6 +143,19 @@ class PassRun:
         known = plain and spares and call.model.quirks.spares_masks and not refills
         self.alone = self._queries.left_alone(at) if known else frozenset[int]()
 
+    def collect(self, decoder: nn.Module) -> None:
+        """Ask the decoder what it gives the layers of the run's stage, which do not run yet."""
+        decoder.forward(**self.made.incoming.arguments)
+
+    def _collected(
+        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> Any:
+        if index == 0:
+            self._reach.check(module, hidden)
+        if self.stage is not None and index in self.stage.stage.layers:
+            self.given[index] = hidden, kwargs
+        return self.call.model.form.of(hidden)
+
     def layer(
         self,
         index: int,
@@ -126,32 +164,37 @@ class PassRun:
         hidden: Tensor,
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a decoder layer for the tokens that reach it; see `LayerCallbacks`.
+        """Run a layer for all that reaches it; see `LayerCallbacks`.
 
-        Raises:
-            UnsupportedModelError: The layer's attention did not get the keys of the cache.
+        While chunks of a prompt arrive, layers behind the first drop return at once.
         """
-        hidden, kwargs = self.enter_layer(index, module, forward, hidden, kwargs)
-        output = forward(hidden, **kwargs)
-        if self.pending is not None:
-            raise UnsupportedModelError(
-                "model must give an attention function the keys of the cache, or something "
-                f"computed from each of them, but {type(module).__name__} at {index} did not; the "
-                "policy saw no queries"
-            )
-        return self.leave_layer(index, output) if self.made.in_prompt else output
+        if self.part is not None:
+            return self.part._collected(index, module, hidden, kwargs)
+        if self.made.around is not None:
+            return self.made.around(self, index, module, forward, hidden, kwargs)
+        if self.stage is None:
+            return self.run_layer(index, module, forward, hidden, kwargs)
+        last, then = self.stage.stage.last, self.made.then
+        if index <= last:
+            output = self.run_layer(index, module, forward, hidden, kwargs)
+            if then is None or index < last or not self.stage.looks:
+                return output
+        elif then is None:
+            return self.call.model.form.of(hidden)
+        if self.later is None:
+            assert then is not None
+            self.later = then(self)
+        return self.later.layer(self, index, module, forward)
 
-    # Before a layer.
-
-    def enter_layer(
+    def run_layer(
         self,
         index: int,
         module: nn.Module,
         forward: Forward,
         hidden: Tensor,
         kwargs: dict[str, Any],
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the arguments that let a decoder layer read only the tokens that reach it.
+    ) -> Any:
+        """Run a layer for the tokens of this run that reach it; return what the next layer gets.
 
         Args:
             index: Index of the layer.
@@ -162,38 +205,54 @@ class PassRun:
 
         Raises:
             UnsupportedModelError: Tokens see later ones, or padding changes how the model reads a
-                row, where the pass does not allow it.
+                row, where the pass does not allow it; or the layer's attention did not get the keys
+                of the cache.
             PassEnded: The pass ends inside this layer.
         """
+        layer, features, stage = self.layers[index], self.made.features, self.stage
         if index == 0:
             self._reach.check(module, hidden)
         if self._filling is not None and self._reach.slots is not None:
             hidden = self._reach.taken(hidden, self._reach.slots)
-        features = self.made.features
         own = self._masks.own_block(kwargs) if self._masks.may_be_own else None
-        stage = self.stage
         if stage is not None:
-            hidden, kwargs, outside = stage.enter(index, hidden, kwargs, own)
-            if outside:
-                return hidden, kwargs
-            if index == stage.resumed:
-                return hidden, self._resume(index, kwargs)
-        if features is not None and not features.after:
-            hidden = features.added(hidden, index, self._reach.slots)
-        if self.made.no_later and own is not None:
-            raise UnsupportedModelError(self.made.no_later)
-        layer = self.layers[index]
-        if self._probe is not None and layer.attends:
-            self._probe.enter(index, module, layer, hidden, kwargs, **self._places)
-        if stage is not None and index == stage.looked:
-            return self._end_stage(index, forward, hidden, kwargs)
-        if index == 0:
-            self._masks.check_order(kwargs, in_chunks=bool(self.made.missing))
-        if index in self._may_narrow and self._narrows(index, kwargs):
-            return self._enter_narrowed(index, forward, hidden, kwargs)
-        if isinstance(layer, IndexedLayer):
-            layer.taking = functools.partial(self.update_index, index)
-        return hidden, self.attention.arguments(index, layer, hidden, kwargs)
+            self._check_parts(hidden, own)
+        if stage is not None and stage.resumed is not None and index == stage.stage.first:
+            kwargs = self._resume(index, stage.resumed, kwargs)
+        else:
+            if features is not None and not features.after:
+                hidden = features.added(hidden, index, self._reach.slots)
+            if self.made.no_later and own is not None:
+                raise UnsupportedModelError(self.made.no_later)
+            if self._probe is not None and layer.attends:
+                self._probe.enter(index, module, layer, hidden, kwargs, **self._places)
+            if stage is not None and stage.looks and index == stage.stage.last:
+                return self._end_inside(index, forward, hidden, kwargs)
+            if index == 0:
+                self._masks.check_order(kwargs, in_chunks=bool(self.made.missing))
+            if index in self._may_narrow and self._narrows(index, kwargs):
+                hidden, kwargs = self._narrowed(index, forward, hidden, kwargs)
+            else:
+                if isinstance(layer, IndexedLayer):
+                    layer.taking = functools.partial(self.update_index, index)
+                kwargs = self.attention.arguments(index, layer, hidden, kwargs)
+        output = forward(hidden, **kwargs)
+        self.call.model.form.note(output)
+        if self.pending is not None:
+            raise UnsupportedModelError(
+                "model must give an attention function the keys of the cache, or something "
+                f"computed from each of them, but {type(module).__name__} at {index} did not; the "
+                "policy saw no queries"
+            )
+        return self._left(index, output) if self.made.in_prompt else output
+
+    def _check_parts(self, hidden: Tensor, own: Tensor | None) -> None:
+        if hidden.ndim != 3 or own is not None:
+            raise UnsupportedModelError(
+                "a prompt must come in one forward if tokens see later ones or hidden states "
+                f"have several streams, and {self.at.policy} drops tokens; leave "
+                "prefill_chunk_size at None"
+            )
 
     # A layer that is run for some of its tokens only; see `narrowing`.
 
@@ -206,7 +265,7 @@ class PassRun:
         propagation = self.at.policy.propagation
         return few_go_on(propagation, index, len(self.layers), max(self.at.seen_len), new_len)
 
-    def _enter_narrowed(
+    def _narrowed(
         self, index: int, forward: Forward, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """Let the policy choose in a layer's first run; return the arguments of its second run."""
@@ -227,6 +286,8 @@ class PassRun:
     ) -> Tensor | None:
         """Run a layer just until its queries and keys are known and the policy has seen them.
 
+        In a stage, the first layer that ever runs is run whole, to learn what layers return.
+
         Returns:
             ``[batch, 1 or kv_heads, key_len]`` bool, which of its keys are tokens; None if all are.
         """
@@ -237,13 +298,13 @@ class PassRun:
         self.attention.note_places(kwargs)
         self._looking = True
         try:
-            forward(hidden, **{**kwargs, "attention_mask": None})  # without its attention
+            self.call.model.form.note(forward(hidden, **{**kwargs, "attention_mask": None}))
         except PassEnded:
-            assert self.seen is not None
-            return None if valid is None else valid.to(self.seen[0].device)
+            pass
         finally:
             self._looking = False
-        raise AssertionError("the layer called no attention function")
+        assert self.seen is not None
+        return None if valid is None else valid.to(self.seen[0].device)
 
     def _going_on(self, index: int) -> Tensor:
         """Return the indices ``[batch, count]`` of the tokens whose output is needed."""
@@ -255,24 +316,23 @@ class PassRun:
             return slots
         return slots[:, max(slots.shape[1] - self._keep_last, 0) :]
 
-    def _end_stage(
+    def _end_inside(
         self, index: int, forward: Forward, hidden: Tensor, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """End a pass inside its last layer, once the layer's queries and keys are known."""
-        assert self.stage is not None
+    ) -> Any:
+        """End the stage inside its last layer, once the layer's queries and keys are known."""
         valid = self._look(index, forward, hidden, self._reach.arguments(kwargs))
         assert self.seen is not None
-        self.stage.end_inside(hidden, self.seen, valid)
+        self.held = hidden
+        if not self._appends:
+            self.attended = *self.seen, valid
         self.pending = self.seen = None
-        return self.stage.stub(index, hidden, kwargs)
+        return self.call.model.form.of(hidden)
 
-    def _resume(self, index: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments to run the rest of a layer in which an earlier pass stopped."""
-        assert self.made.stage is not None
-        self.attention.narrowed = resumed = self.made.stage.resumed
-        assert resumed is not None
+    def _resume(self, index: int, resumed: Narrowed, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments to run the rest of a layer in which an earlier run stopped."""
+        self.attention.narrowed = resumed
         self.seen = resumed.keys, resumed.values
-        self._updated.add(index)
+        self.updated.add(index)
         here = {**self._reach.arguments(kwargs), "attention_mask": None}
         self.attention.note_places(here)
         return here
@@ -294,10 +354,8 @@ class PassRun:
         layer = self.layers[index]
         if layer.holds_more and isinstance(layer, CrossLayer):
             return layer.with_images(keys, values)
-        if self.stage is not None and index in self.stage.stubs:
-            return keys, values
         if self.seen is None:
-            self._updated.add(index)
+            self.updated.add(index)
             keys, values = self._taken_in(index, keys, values)
         attention = self.attention
         waits = self._waits or self.seen is not None or layer.contents.padded
@@ -338,7 +396,7 @@ class PassRun:
 
     def note_state(self, index: int) -> None:
         """Note that a recurrent layer has used the cache, by reading or writing its state."""
-        self._updated.add(index)
+        self.updated.add(index)
 
     def waits_for(self, keys: Tensor, *, own: bool) -> bool:
         """True if these keys are the ones that `update` gave to the layer that attends now.
@@ -379,6 +437,8 @@ class PassRun:
         if self._looking or index == self.made.ends_inside:
             self.seen = inputs.keys, inputs.values
             self._observe(index, inputs)
+            if self._looking and self.stage is not None and not self.call.model.form.known:
+                return attend(module, inputs.queries, inputs.keys, inputs.values, None, **kwargs)
             raise PassEnded
         given = self.pending
         assert given is not None
@@ -395,25 +455,24 @@ class PassRun:
 
     # After a layer, and after the last.
 
-    def leave_layer(self, index: int, output: Any) -> Any:
+    def _left(self, index: int, output: Any) -> Any:
         """Return a layer's output, cut to the tokens that the next layer gets.
 
         Raises:
             UnsupportedModelError: In a stage, the layer returns another tensor with an entry for
                 each token.
-            PassEnded: The pass ends behind this layer.
         """
         hidden, *others = output if isinstance(output, tuple) else (output,)
-        stage, features = self.stage, self.made.features
-        if stage is not None:
-            if index in stage.stubs:
-                return output
-            if others:
-                stage.check_output(index, hidden, others)
-        ends = stage is not None and index == stage.last_behind
+        if self.stage is not None and others:
+            self._check_others(index, hidden, others)
         if index == len(self.layers) - 1:
             self.at.last_hidden = hidden.select(self._reach.token_axis(hidden), -1)
-        passed = None if ends else self._take_passed()
+        return self.cut_output(index, output, self.made.features)
+
+    def cut_output(self, index: int, output: Any, features: AddedFeatures | None = None) -> Any:
+        """Cut a layer's output for all that reach it; add image features behind the layer."""
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        stage, passed = self.stage, self._take_passed()
         if passed is not None:
             self._pass_on(index, passed)
             others = [cut_alike(each, hidden, passed) for each in others]
@@ -421,13 +480,21 @@ class PassRun:
         self._reach.beside = tuple(each for each in others if isinstance(each, Tensor))
         if features is not None and features.after:
             hidden = features.added(hidden, index, self._reach.slots_in(hidden))
-        if stage is not None and ends:
-            stage.end_behind(hidden)
-            return output
+        if stage is not None and index == stage.stage.last and not stage.is_output:
+            self.held = hidden
         if self._filling is not None:
             slots = self._reach.slots_in(hidden)
             hidden = self._filling.filled(index, hidden, slots, self._reach.token_axis(hidden))
         return (hidden, *others) if isinstance(output, tuple) else hidden
+
+    def _check_others(self, index: int, hidden: Tensor, others: list[Any]) -> None:
+        """Check that a layer's extra outputs have no entry for each token."""
+        if any(isinstance(each, Tensor) and each.shape[:2] == hidden.shape[:2] for each in others):
+            raise UnsupportedModelError(
+                "a prompt must come in one forward if layers hand on more than hidden states, as "
+                f"layer {index} does, and {self.at.policy} drops tokens; leave "
+                "prefill_chunk_size at None"
+            )
 
     def _take_passed(self) -> Tensor | None:
         """Return the indices of the tokens that the layer passes on, only once; None for all.
@@ -451,22 +518,28 @@ class PassRun:
             UnsupportedModelError: A layer did not use the cache, as with gradient checkpointing.
             ValueError: See `AtQueries.finish`.
         """
-        tokens = self.tokens = self._queries.finish(self.at)
+        stage, everything = self.stage, range(len(self.layers))
+        own = everything if stage is None else stage.stage.layers
+        tokens = self._queries.finish(self.at) if own else self.tokens
         spared = EmptyLayer, CrossLayer  # a cross layer is skipped without images
-        missing = {
-            index
-            for index, each in enumerate(self.layers)
-            if not isinstance(each, spared) and (self.stage is None or index in self.stage.layers)
-        } - self._updated
+        missing = {index for index in own if not isinstance(self.layers[index], spared)}
+        missing -= self.updated
         if missing:
             raise UnsupportedModelError(
                 f"model must give every layer the cache, but layers {sorted(missing)} did not "
                 "update it; gradient checkpointing has to be off"
             )
-        if self.stage is None:
+        if self.later is not None:
+            tokens = self.later.finish(self)
+            self.propagated |= self.later.propagated
+        if stage is None or not self._appends:
             follow(self.layers, tokens)
-        else:
-            self.stage.finish(tokens)
+        elif stage.begun is not None:  # later layers hold nothing of the prompt yet
+            follow(self.layers[: own.stop], tokens)
+            none = stage.begun.appended, stage.begun.appended_ids
+            waiting = attrs.evolve(tokens, appended=none[0], appended_ids=none[1])
+            follow(self.layers[own.stop :], waiting)
+        self.tokens = tokens
         return tokens
 
     def in_order(self, output: Any) -> Any:
@@ -476,7 +549,11 @@ class PassRun:
         """
         if self._filling is not None:
             output = self._filling.cut(output)
-        if self.stage is not None and not self.stage.is_output:
+        if self.stage is not None and not self.stage.is_output and self.later is None:
             output = without_states(output)  # it is not yet known which are passed on
-        order = self.made.incoming.order
+        order = None if self.later is not None else self.made.incoming.order
         return InputOrder(self.tokens, order, self.propagated, self.call.attended).restored(output)
+
+
+# Is sent the run of every pass that it yields.
+Passes = Generator[Pass, PassRun, None]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -200,6 +202,9 @@ class Pass:
         no_later: Why no token may see a later one; empty if it may.
         no_columns: Why attention may not count columns; empty if it may.
         propagated: Positions of the tokens that layers have passed on before the pass, by layer.
+        then: Makes what runs the layers behind the stage, once the stage has ended; None if these
+            wait for more of the prompt.
+        around: Runs each layer in place of the pass; None if the pass does. See `PassRun.layer`.
     """
 
     incoming: Incoming
@@ -216,6 +221,8 @@ class Pass:
     no_later: str = ""
     no_columns: str = ""
     propagated: dict[int, Tensor] = attrs.field(factory=dict)
+    then: Callable[[Any], Any] | None = None
+    around: Callable[..., Any] | None = None
 
 
 def may_narrow(call: Call, made: Pass, masks: LayerMasks, keep_last: int | None) -> frozenset[int]:

@@ -28,12 +28,12 @@ from kvpolicy.integrations.transformers.forward.decoding.bounded import Bound
 from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV, choose
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
-from kvpolicy.integrations.transformers.forward.later_stages import Passes
+from kvpolicy.integrations.transformers.forward.pass_run import Passes
 from kvpolicy.integrations.transformers.forward.passes import Ignore, KeyUse, Pass
 from kvpolicy.integrations.transformers.forward.restart import choosing_pass, chosen_tokens
 from kvpolicy.integrations.transformers.forward.second_reading import SecondReading
 from kvpolicy.integrations.transformers.forward.selecting import Select
-from kvpolicy.integrations.transformers.forward.staging import SharedStage, StagedPrefill
+from kvpolicy.integrations.transformers.forward.staging import StagedPrefill
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 
 
@@ -135,6 +135,7 @@ class Arrival:
             missing=self.missing,
             features=self.features,
         )
+        remember.settle()
         self.remember(remember.chunks(run.at))
 
     def _staged_chunk(self) -> Passes:
@@ -143,33 +144,13 @@ class Arrival:
         made = prefill.chunk(chunks, self.missing)
         run = yield made
         assert isinstance(made.at_queries, Remember)
+        made.at_queries.settle()
         self.remember(prefill.with_chunk(made.at_queries.chunks(run.at), run))
 
     def _staged_end(self) -> Passes:
         assert self.chunks is not None
         prefill = StagedPrefill(self.call, self.layers, self.incoming, self.features)
-        return self._choosing(prefill.end(self.chunks), {})
-
-    def behind_drop(self, shared: SharedStage, waiting: dict[int, DeferredKV]) -> Passes:
-        """Yield the passes of the layers behind a drop, for a prompt that others have read so far.
-
-        Args:
-            shared: What the layers up to the drop have left.
-            waiting: Those of them that choose when all layers were scored, by index.
-        """
-        prefill = StagedPrefill(self.call, self.layers, self.incoming, self.features)
-        return self._choosing(prefill.behind_drop(shared), waiting)
-
-    def _choosing(self, passes: Passes, waiting: dict[int, DeferredKV]) -> Passes:
-        """Yield the passes of a prompt in stages; then let deferred layers choose."""
-        made = next(passes, None)
-        while made is not None:
-            run = yield made
-            if isinstance(made.at_queries, Select):
-                waiting |= made.at_queries.waiting
-            try:
-                made = passes.send(run)
-            except StopIteration:
-                break
+        waiting: dict[int, DeferredKV] = {}
+        yield from prefill.end(self.chunks, waiting)
         if waiting:
             choose(self.call.model.policy, self.layers, waiting)

@@ -1,15 +1,11 @@
 """Describe the stages of a prompt that is read in chunks under a policy that drops tokens.
 
 A stage is a range of layers that the same tokens pass through. The tokens that a layer drops are
-known only at the end of the prompt, so layers behind a drop cannot run before. A pass over a chunk
-runs the layers of the first stage, and leaves the hidden states that go into the next stage. If the
-dropping layer passes on few tokens, the stage ends inside this layer, once its queries and keys are
-computed. The passes of the other stages follow at the end of the prompt. The last of them is the
-call of the decoder that the model has made. A restart has two stages, and the second one begins
-with the embeddings.
-
-A decoder always runs all of its layers: layers outside of the current stage get one token, of which
-nothing is kept.
+known only at the end of the prompt. So while chunks arrive, the layers behind the first drop return
+at once, and the hidden states that go into them are held. If the dropping layer passes on few
+tokens, a stage ends inside this layer, once its queries and keys are computed. When the prompt has
+ended, each layer of a later stage reads what reaches it piece by piece, before the next layer
+begins; see `LaterLayers`. A restart has two stages, and the second one begins with the embeddings.
 """
 
 from __future__ import annotations
@@ -30,7 +26,8 @@ class PrefillStage:
 
     Args:
         first: Index of the first layer.
-        last: Index of the last layer, after which tokens are dropped or the model ends.
+        last: Index of the last layer, after which tokens are dropped or the model ends; -1 if there
+            are no layers.
         looks: Whether the stage ends inside its last layer, once queries and keys are known. The
             next stage then begins with that layer, run for the tokens that are passed on.
     """
@@ -39,9 +36,14 @@ class PrefillStage:
     last: int
     looks: bool = False
 
-    def holds(self, index: int) -> bool:
-        """True if the layer with this index belongs to the stage."""
-        return self.first <= index <= self.last
+    @property
+    def layers(self) -> range:
+        """The indices of the layers."""
+        return range(self.first, self.last + 1)
+
+
+# Of a run that leaves all layers to others.
+NO_LAYERS = PrefillStage(0, -1)
 
 
 def stages_of(
@@ -74,14 +76,11 @@ class StagePiece:
     Args:
         stage: The stage.
         looks: Whether the pass ends inside the stage's last layer.
-        is_output: Whether the decoder's output is returned; true in the last stage.
-        nested: Whether the decoder runs for this stage only, so that it may end with the stage.
+        is_output: Whether the stage is the last one.
         tokens: The tokens seen, this piece included, for layers of a later stage; None in the first
             stage.
         started: ``[batch]`` bool, rows in which layers have read tokens before; None if they are
             the rows in which the cache has.
-        states: ``[batch, new_len, hidden]``, the input of the stage's first layer; None for the
-            input from the decoder.
         resumed: The second run of the first layer, if the previous stage ended inside it.
         begun: The tokens seen before the prompt, for the layers behind the stage; None if these
             layers already have this record.
@@ -90,9 +89,7 @@ class StagePiece:
     stage: PrefillStage
     looks: bool = False
     is_output: bool = False
-    nested: bool = True
     tokens: SeenTokens | None = None
     started: Tensor | None = None
-    states: Tensor | None = None
     resumed: Narrowed | None = None
     begun: SeenTokens | None = None

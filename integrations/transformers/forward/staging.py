@@ -1,11 +1,12 @@
 """Read a prompt in chunks under a policy that drops tokens: all passes of all stages.
 
-Each stage reads the tokens that the previous one passes on, in pieces no longer than the chunks
-were. The decoder gets the ids and positions of these tokens, so that all arguments of its layers
-belong to them. Only the hidden states come from the previous stage.
+The last chunk is read up to the first drop. Then the layers behind it read what goes on of all
+chunks; see `LaterLayers`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Generator, Sequence
 
 import attrs
 import torch
@@ -14,22 +15,28 @@ from torch import Tensor
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.chunks import Chunks, Remember
+from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV
 from kvpolicy.integrations.transformers.forward.facts import Call
-from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.inputs import OF_TOKENS, Incoming
-from kvpolicy.integrations.transformers.forward.later_stages import (
-    LaterStages,
-    Passes,
+from kvpolicy.integrations.transformers.forward.later_layers import (
+    LaterLayers,
     SurvivingTokens,
+    incoming_of,
     passed_on,
+    pieces_of,
     stage_pass,
 )
 from kvpolicy.integrations.transformers.forward.narrowing import few_go_on
-from kvpolicy.integrations.transformers.forward.pass_run import PassRun
+from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
 from kvpolicy.integrations.transformers.forward.passes import Pass
 from kvpolicy.integrations.transformers.forward.restart import check_positions
 from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens, Select
-from kvpolicy.integrations.transformers.forward.stage import PrefillStage, StagePiece, stages_of
+from kvpolicy.integrations.transformers.forward.stage import (
+    NO_LAYERS,
+    PrefillStage,
+    StagePiece,
+    stages_of,
+)
 from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
 from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
@@ -48,28 +55,7 @@ from kvpolicy.selection import gather_positions
 _KINDS = (PolicyLayer, RecurrentLayer, EmptyLayer)
 
 
-@attrs.frozen(eq=False)
-class SharedStage:
-    """What the layers up to a drop have left, if a forward of another cache has run them.
-
-    Args:
-        slots: ``[batch, passed_len]`` int64, the prompt's tokens that go on; -1 on padding.
-        positions: ``[batch, passed_len]`` int64, their positions.
-        states: ``[batch, passed_len, hidden]``, the dropping layer's output for them.
-        drops: Whether they are fewer than all.
-        tokens: The tokens seen, the prompt included.
-        history: The saliency that earlier layers gave these tokens.
-    """
-
-    slots: Tensor
-    positions: Tensor
-    states: Tensor
-    drops: bool
-    tokens: SeenTokens
-    history: History
-
-
-def _why_whole(layer: PolicyLayer) -> str | None:
+def why_whole(layer: PolicyLayer) -> str | None:
     """Return why a layer cannot be left out of a pass and run later; None if it can."""
     kinds: dict[type[PolicyLayer], str] = {
         SharedLayer: "borrows keys of another",
@@ -130,7 +116,7 @@ class StagedPrefill:
         assert staged is not None
         self._inputs(staged)
         stage = staged.stages[0]
-        piece = StagePiece(stage, stage.looks, nested=False, begun=staged.begun)
+        piece = StagePiece(stage, stage.looks, begun=staged.begun)
         return stage_pass(
             self.call,
             self.incoming,
@@ -150,89 +136,120 @@ class StagedPrefill:
         """
         staged = chunks.staged
         assert staged is not None
-        assert run.stage is not None
-        held = None if self._restarts else run.stage.held
+        held = None if self._restarts else run.held
         valid = self.incoming.new_valid
         staged = staged.with_chunk(valid, self._inputs(staged), held, self.features)
         return attrs.evolve(chunks, staged=staged)
 
-    def end(self, chunks: Chunks) -> Passes:
+    def end(self, chunks: Chunks, waiting: dict[int, DeferredKV]) -> Passes:
         """Yield all passes that read the last chunk and so end the prompt.
 
         Args:
             chunks: The chunks before the last.
+            waiting: Gets the layers that choose when all layers were scored, by index.
         """
-        staged, incoming = chunks.staged, self.incoming
-        assert staged is not None
+        assert chunks.staged is not None
         self._check()
-        self._inputs(staged)
-        first, *others = staged.stages
-        piece = StagePiece(first, first.looks, is_output=not others, nested=bool(others))
-        at_end = ChooseTokens(first.last, chunks) if self._restarts else Select(chunks)
-        run = yield stage_pass(
-            self.call, incoming, at_end, piece, features=self.features, main=not others
+        self._inputs(chunks.staged)
+        made = yield from self._choosing(chunks) if self._restarts else self._dropping(chunks)
+        run = yield made
+        assert isinstance(made.at_queries, Select)
+        waiting |= made.at_queries.waiting
+        if run.later is not None:
+            assert isinstance(run.later, LaterLayers)
+            waiting |= run.later.waiting
+        elif made.at_queries.passed is not None:  # behind the last layer
+            prompt = chunks.staged.begun.positions_of(chunks.prompt_valid(self.incoming.new_valid))
+            layer = chunks.staged.stages[0].last
+            run.propagated[layer] = gather_positions(prompt, made.at_queries.passed)
+
+    def _dropping(self, chunks: Chunks) -> Generator[Pass, PassRun, Pass]:
+        """Return the pass that reads the last chunk up to the first drop, and then what goes on."""
+        yield from ()
+        assert chunks.staged is not None
+        first, *others = chunks.staged.stages
+        piece = StagePiece(first, first.looks, is_output=not others)
+
+        def then(run: PassRun) -> LaterLayers:
+            staged = self.with_chunk(chunks, run).staged
+            assert staged is not None
+            return self._later(run, staged, run.tokens, others, *self._surviving(staged, run))
+
+        return stage_pass(
+            self.call,
+            self.incoming,
+            Select(chunks),
+            piece,
+            features=self.features,
+            main=True,
+            then=then if others else None,
         )
-        if not others:
-            if at_end.passed is not None:  # behind the last layer
-                prompt = staged.begun.positions_of(chunks.prompt_valid(incoming.new_valid))
-                run.propagated[first.last] = gather_positions(prompt, at_end.passed)
-            return
+
+    def _choosing(self, chunks: Chunks) -> Generator[Pass, PassRun, Pass]:
+        """Yield the pass that chooses tokens to read again; return the pass that reads them."""
+        staged = chunks.staged
+        assert staged is not None
+        first, stage = staged.stages
+        choosing = stage_pass(
+            self.call,
+            self.incoming,
+            ChooseTokens(first.last, chunks),
+            StagePiece(first),
+            features=self.features,
+            ends_inside=first.last,
+        )
+        run = yield choosing
         staged = self.with_chunk(chunks, run).staged
         assert staged is not None
-        whole, begun = run.tokens, staged.begun
+        reach, propagated = self._surviving(staged, run)
+        hold_again(self.layers, staged.before)
+        whole = run.tokens
+        skipped = torch.cat(staged.valid, dim=1).sum(dim=1) - (reach.columns >= 0).sum(dim=1)
+        before = 0 if whole.skipped is None else whole.skipped
+        whole = attrs.evolve(whole, skipped=before + skipped)
+        reach = attrs.evolve(reach, parts=(), places=None, resumed=None, history=None)
+        last = incoming_of(self.call, self.incoming, staged, reach, pieces_of(staged, reach)[-1])
+
+        def then(run: PassRun) -> LaterLayers:
+            return self._later(run, staged, whole, [stage], reach, propagated)
+
+        return stage_pass(
+            self.call,
+            last,
+            Select(),
+            StagePiece(NO_LAYERS, is_output=True, tokens=whole),
+            main=True,
+            then=then,
+        )
+
+    def _surviving(
+        self, staged: StagedPrompt, run: PassRun
+    ) -> tuple[SurvivingTokens, dict[int, Tensor]]:
+        """Return the tokens that go on from the first stage, and their positions by its layer."""
         valid = torch.cat(staged.valid, dim=1)
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)  # padding first
         valid = valid.gather(1, order)
-        reach = SurvivingTokens(
-            order.masked_fill(~valid, -1), begun.positions_of(valid), staged.states, order
-        )
-        reach = passed_on(reach, run)
-        propagated: dict[int, Tensor] = {}
-        if valid.shape != reach.columns.shape or not torch.equal(valid, reach.columns >= 0):
-            propagated[first.last] = reach.positions
-        if self._restarts:
-            hold_again(self.layers, staged.before)
-            skipped = valid.sum(dim=1) - (reach.columns >= 0).sum(dim=1)
-            before = 0 if whole.skipped is None else whole.skipped
-            whole = attrs.evolve(whole, skipped=before + skipped)
-            reach = attrs.evolve(reach, parts=(), places=None, resumed=None, history=None)
-        del run, at_end, valid, order
-        features = AddedFeatures.joined(staged.features, staged.valid)
-        reader = LaterStages(
-            self.call,
-            self.layers,
-            incoming,
-            staged,
-            whole,
-            features,
-        )
-        for stage in others[:-1]:
-            reach = yield from reader.read(stage, reach, propagated)
-        yield from reader.end(others[-1], reach, propagated)
+        positions = staged.begun.positions_of(valid)
+        columns = order.masked_fill(~valid, -1)
+        reach = passed_on(SurvivingTokens(columns, positions, staged.states, order), run)
+        if valid.shape == reach.columns.shape and torch.equal(valid, reach.columns >= 0):
+            return reach, {}
+        return reach, {staged.stages[0].last: reach.positions}
 
-    def behind_drop(self, shared: SharedStage) -> Passes:
-        """Yield the passes of the layers behind the only drop, for a prompt that came whole.
-
-        Args:
-            shared: What the layers up to the drop have left.
-        """
-        self._check()
-        first, stage = stages_of(self.call.model.policy, len(self.layers), lambda _: False)
-        valid, slots = self.incoming.new_valid, shared.slots
-        staged = StagedPrompt((first, stage), self.incoming.tokens, ())
-        staged = staged.with_chunk(valid, self._inputs(staged), shared.states, self.features)
-        places = torch.arange(slots.shape[1], device=slots.device)
-        reach = SurvivingTokens(
-            slots,
-            shared.positions,
-            staged.states,
-            places.where(slots >= 0, slots),
-            history=shared.history,
-        )
+    def _later(
+        self,
+        main: PassRun,
+        staged: StagedPrompt,
+        whole: SeenTokens,
+        stages: Sequence[PrefillStage],
+        reach: SurvivingTokens,
+        propagated: dict[int, Tensor],
+    ) -> LaterLayers:
         features = AddedFeatures.joined(staged.features, staged.valid)
-        how = self.call, self.layers, self.incoming, staged, shared.tokens, features
-        propagated = {first.last: shared.positions} if shared.drops else {}
-        yield from LaterStages(*how).end(stage, reach, propagated)
+        how = self.layers, self.incoming, staged, whole, features
+        later = LaterLayers(main, *how, stages, reach)
+        later.propagated |= propagated
+        return later
 
     def _stages(self, prompt_len: int) -> tuple[PrefillStage, ...]:
         model, num_layers = self.call.model, len(self.layers)
@@ -258,7 +275,7 @@ class StagedPrefill:
         """
         remedy = f"and {self.call.model.policy} drops tokens; leave prefill_chunk_size at None"
         for index, layer in enumerate(self.layers):
-            if (why := _why_whole(layer)) is not None:
+            if (why := why_whole(layer)) is not None:
                 raise UnsupportedModelError(
                     f"a prompt must come in one forward if a layer {why}, as layer {index} does, "
                     f"{remedy}"

@@ -159,7 +159,7 @@ def test_what_is_held_between_chunks(family: str, name: str) -> None:
         for start in range(0, 160, 40):
             read(model, store, range(start, start + 40, 40))
             assert store._reader.chunks is not None
-            beside = store._reader.chunks.queries.keys() | store._reader.chunks.carried.keys()
+            beside = store._reader.chunks.asked | store._reader.chunks.carried.keys()
             for index, (layer, bounded) in enumerate(
                 zip(store.layers, windowed(model), strict=True)
             ):
