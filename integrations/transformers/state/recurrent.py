@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.model.kinds import (
@@ -22,6 +21,8 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.integrations.transformers.surface import EMPTY_LAYER, LinearAttentionLayer
 
 States = dict[int, Tensor]
+# Names of convolution states and recurrent states, before their numbers.
+PARTS = ("conv", "recurrent")
 
 
 class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
@@ -47,9 +48,9 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         PolicyLayer.__init__(self, storage, room)
 
-    def fresh(self) -> PolicyLayer:
-        """See `PolicyLayer.fresh`."""
-        return type(self)(self.storage, self.room, self.number_of_states)
+    def settings(self) -> dict[str, Any]:
+        """See `PolicyLayer.settings`."""
+        return {"number_of_states": self.number_of_states}
 
     @property
     def states(self) -> tuple[States, States]:
@@ -76,12 +77,24 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
         if self.held is None:
             self.device = device
 
-    def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
-        """See `PolicyLayer.move_to`."""
-        super().move_to(device, tokens)
-        self.hold_states(
-            *({index: each.to(device) for index, each in part.items()} for part in self.states)
-        )
+    def tensors(self) -> dict[str, Tensor]:
+        """See `PolicyLayer.tensors`."""
+        states = {
+            f"{part}.{index}": each
+            for part, held in zip(PARTS, self.states, strict=True)
+            for index, each in held.items()
+        }
+        return super().tensors() | states
+
+    def hold_tensors(self, tensors: Mapping[str, Tensor], tokens: SeenTokens) -> None:
+        """See `PolicyLayer.hold_tensors`."""
+        super().hold_tensors(tensors, tokens)
+        states: dict[str, States] = {part: {} for part in PARTS}
+        for name, each in tensors.items():
+            part, _, index = name.partition(".")
+            if index:
+                states[part][int(index)] = each
+        self.hold_states(*states.values())
 
     def state_nbytes(self) -> int:
         """See `PolicyLayer.state_nbytes`."""
@@ -152,9 +165,9 @@ class SharedLayer(EmptyLayer):
         self.producer = producer
         self._lender: PolicyLayer | None = None
 
-    def fresh(self) -> PolicyLayer:
-        """See `PolicyLayer.fresh`."""
-        return type(self)(self.storage, self.room, self.producer)
+    def settings(self) -> dict[str, Any]:
+        """See `PolicyLayer.settings`."""
+        return {"producer": self.producer}
 
     @property
     def positions(self) -> Tensor | None:
@@ -192,6 +205,20 @@ def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
         held = SideBySideLayer if kind.attends else RecurrentLayer
         return held(storage, room, kind.states)
     return PolicyLayer(storage, room) if kind.attends else EmptyLayer(storage, room)
+
+
+LAYERS: dict[str, Callable[..., PolicyLayer]] = {
+    each.__name__: each
+    for each in (
+        PolicyLayer,
+        IndexedLayer,
+        CrossLayer,
+        RecurrentLayer,
+        SideBySideLayer,
+        EmptyLayer,
+        SharedLayer,
+    )
+}
 
 
 def _held(states: dict[int, Tensor | None]) -> States:
