@@ -27,7 +27,6 @@ from kvpolicy.integrations.transformers.forward.selecting import Select
 from kvpolicy.integrations.transformers.forward.staging import SharedStage
 from kvpolicy.integrations.transformers.model.attachment import carries
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
-from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -283,15 +282,15 @@ class _Follower:
     ) -> None:
         """Let the policy choose what a layer keeps; ``leading`` is the leader's layer."""
         layer = self.cache.layers[index]
-        if isinstance(layer, IndexedLayer) and isinstance(leading, IndexedLayer):
-            layer.show_as(leading)
+        if layer.indexed is not None and leading.indexed is not None:
+            layer.indexed.show_as(leading.indexed)
         self.select.observe(self.at, index, inputs, stored)
 
     def _take_over(self, leader: ForwardDispatcher) -> SeenTokens:
         """Take over what layers hold beside keys and values; return the record of seen tokens."""
         tokens, layers = self.select.finish(self.at), self.cache.layers
         for index, (layer, leading) in enumerate(zip(layers, leader.layers, strict=True)):
-            beside = layer.holds_more and not isinstance(layer, IndexedLayer)  # states, or images
+            beside = layer.holds_more and layer.indexed is None  # states, or images
             if beside and self.follows(index):
                 layer.restore(layer.contents, leading.beside(), tokens)
         follow(layers, tokens)

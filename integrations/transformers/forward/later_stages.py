@@ -185,7 +185,7 @@ class LaterStages:
 
     def _may_look(self, index: int) -> bool:
         """True if a layer may be run only until its queries and keys are known."""
-        return type(self.layers[index]) is PolicyLayer and self.call.narrows
+        return self.layers[index].plain and self.call.narrows
 
     def _piece(
         self,

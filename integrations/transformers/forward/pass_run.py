@@ -39,13 +39,8 @@ from kvpolicy.integrations.transformers.model.routing import (
     AttentionInputs,
     without_queries,
 )
-from kvpolicy.integrations.transformers.state.cross import CrossLayer
-from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import follow
-from kvpolicy.integrations.transformers.state.recurrent import (
-    EmptyLayer,
-)
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_slots
 
@@ -162,8 +157,8 @@ class PassRun:
             self._masks.check_order(kwargs, in_chunks=bool(self.made.missing))
         if index in self._may_narrow and self._narrows(index, kwargs):
             return self._enter_narrowed(index, module, hidden, kwargs)
-        if isinstance(layer, IndexedLayer):
-            layer.taking = functools.partial(self.update_index, index)
+        if layer.indexed is not None:
+            layer.indexed.taking = functools.partial(self.update_index, index)
         return hidden, self.attention.arguments(index, layer, hidden, kwargs)
 
     # A layer that is run for some of its tokens only; see `narrowing`.
@@ -265,8 +260,8 @@ class PassRun:
                 these; None if that cannot be seen.
         """
         layer = self.layers[index]
-        if layer.holds_more and isinstance(layer, CrossLayer):
-            return layer.with_images(keys, values)
+        if layer.crossing is not None:
+            return layer.crossing.with_images(keys, values)
         if self.stage is not None and index in self.stage.stubs:
             return keys, values
         if self.seen is None:
@@ -296,14 +291,14 @@ class PassRun:
             order = self._masks.order
             if order is not None:
                 keys, values = gather_slots(keys, order), gather_slots(values, order)
-        if layer.holds_more and isinstance(layer, IndexedLayer):
-            layer.attend_to(keys)
+        if layer.indexed is not None:
+            layer.indexed.attend_to(keys)
         return keys, values
 
     def update_index(self, index: int, keys: Tensor) -> Tensor:
         """Add a layer's new index keys; return all index keys that its indexer must see."""
-        layer = self.layers[index]
-        assert isinstance(layer, IndexedLayer)
+        layer = self.layers[index].indexed
+        assert layer is not None
         places = new_places(self.layers, self._reach.slots)
         if self._appends:
             return layer.append_index(keys, places)
@@ -425,11 +420,12 @@ class PassRun:
             ValueError: See `AtQueries.finish`.
         """
         tokens = self.tokens = self._queries.finish(self.at)
-        spared = EmptyLayer, CrossLayer  # a cross layer is skipped without images
         missing = {
             index
             for index, each in enumerate(self.layers)
-            if not isinstance(each, spared) and (self.stage is None or index in self.stage.layers)
+            # A layer that attends to images is skipped without them.
+            if (each.attends or each.recurrent is not None)
+            and (self.stage is None or index in self.stage.layers)
         } - self._updated
         if missing:
             raise UnsupportedModelError(

@@ -15,7 +15,6 @@ from kvpolicy.integrations.transformers.forward.passes import PassEnded, PassSta
 from kvpolicy.integrations.transformers.forward.stage import StagePiece
 from kvpolicy.integrations.transformers.model.masks import causal_mask
 from kvpolicy.integrations.transformers.state.layers import Held, follow, held_by, hold_again
-from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
@@ -98,8 +97,8 @@ class StageRun:
         """Return the arguments for a layer that this pass leaves out: only one token."""
         at, layer = self._at, self._at.layers[index]
         self.stubs[index] = held_by([layer])[0]
-        if isinstance(layer, RecurrentLayer):
-            layer.own_states()
+        if layer.recurrent is not None:
+            layer.recurrent.own_states()
         hidden, count = hidden[:, -1:], at.reach.count
         last = at.reach.valid.new_full((hidden.shape[0], 1), count - 1, dtype=torch.int64)
         here = {**cut_arguments(kwargs, last, count), "attention_mask": None}

@@ -27,10 +27,16 @@ class CrossLayer(PolicyLayer):
 
     attends = False
     holds_more = True
+    plain = False
 
     def __init__(self, storage: Storage | None = None, room: int = 0) -> None:
         super().__init__(storage, room)
         self.images: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def crossing(self) -> CrossLayer:  # type: ignore[override]  # an attribute there, which costs no call
+        """See `PolicyLayer`."""
+        return self
 
     @property
     def keys(self) -> Tensor | None:

@@ -39,6 +39,7 @@ class IndexedLayer(PolicyLayer):
 
     one_choice = True
     holds_more = True
+    plain = False
     new_places: Tensor | None = None
     taking: Callable[[Tensor], Tensor] | None = None
 
@@ -52,6 +53,11 @@ class IndexedLayer(PolicyLayer):
         self.index: StoredKV | None = None
         self._shown: tuple[Tensor, Tensor] | None = None  # of every slot, until `store` keeps some
         self._attended: Tensor | None = None  # the keys of the forward under way
+
+    @property
+    def indexed(self) -> IndexedLayer:  # type: ignore[override]  # an attribute there, which costs no call
+        """See `PolicyLayer`."""
+        return self
 
     def settings(self) -> dict[str, Any]:
         """See `PolicyLayer.settings`."""

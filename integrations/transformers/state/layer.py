@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -17,6 +17,11 @@ from kvpolicy.integrations.transformers.state.storage import Plain, PlainStorage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.integrations.transformers.surface import CacheLayerMixin
 from kvpolicy.selection import gather_positions, gather_slots
+
+if TYPE_CHECKING:
+    from kvpolicy.integrations.transformers.state.cross import CrossLayer
+    from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
+    from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
 
 Slots = Callable[[], tuple[Tensor, Tensor, Tensor]]
 # What layers hold in the precision of the model; states and sums have a precision of their own.
@@ -42,12 +47,20 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         one_choice: Whether all heads keep the same tokens, even if attention gets keys of several
             heads.
         holds_more: Whether the layer may hold more than `contents`; see `beside`.
+        plain: Whether the layer holds keys and values of its own, and nothing else.
+        indexed: The layer itself, if an indexer picks among its keys; else None.
+        crossing: The layer itself, if it attends to images; else None.
+        recurrent: The layer itself, if it has a state; else None.
         behind: Takes over what another object has written for the layer; None if there is none.
     """
 
     attends = True
     one_choice = False
     holds_more = False
+    plain = True
+    indexed: IndexedLayer | None = None
+    crossing: CrossLayer | None = None
+    recurrent: RecurrentLayer | None = None
     producer: int | None = None
     is_sliding = False
     is_compileable = False

@@ -40,6 +40,7 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
 
     attends = False
     holds_more = True
+    plain = False
     is_croppable = False  # tokens cannot be removed from a state
 
     def __init__(
@@ -47,6 +48,11 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
     ) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         PolicyLayer.__init__(self, storage, room)
+
+    @property
+    def recurrent(self) -> RecurrentLayer:  # type: ignore[override]  # an attribute there, which costs no call
+        """See `PolicyLayer`."""
+        return self
 
     def settings(self) -> dict[str, Any]:
         """See `PolicyLayer.settings`."""
@@ -144,6 +150,7 @@ class EmptyLayer(PolicyLayer, EMPTY_LAYER):  # type: ignore[misc]
     """
 
     attends = False
+    plain = False
 
     def __init__(self, storage: Storage | None = None, room: int = 0) -> None:
         PolicyLayer.__init__(self, storage, room)
