@@ -33,7 +33,7 @@ from kvpolicy.integrations.transformers.forward.stage import PrefillStage, Stage
 from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
 from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.layers import held_by, hold_again
+from kvpolicy.integrations.transformers.state.layers import held_by, hold_again, why_whole
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions
 
@@ -57,18 +57,6 @@ class SharedStage:
     drops: bool
     tokens: SeenTokens
     history: History
-
-
-def _why_whole(layer: PolicyLayer) -> str | None:
-    """Return why a layer cannot be left out of a pass and run later; None if it can."""
-    reasons = {
-        "borrows keys of another": layer.producer is not None,
-        "has an indexer": layer.indexed is not None,
-        "attends to images": layer.crossing is not None,
-        "holds a state beside its keys": layer.attends and layer.recurrent is not None,
-        "shows no queries": layer.attends and not layer.facts.shows_queries,
-    }
-    return next((why for why, holds in reasons.items() if holds), None)
 
 
 @attrs.frozen(eq=False)
@@ -244,7 +232,7 @@ class StagedPrefill:
         """
         remedy = f"and {self.call.model.policy} drops tokens; leave prefill_chunk_size at None"
         for index, layer in enumerate(self.layers):
-            if (why := _why_whole(layer)) is not None:
+            if (why := why_whole(layer)) is not None:
                 raise UnsupportedModelError(
                     f"a prompt must come in one forward if a layer {why}, as layer {index} does, "
                     f"{remedy}"

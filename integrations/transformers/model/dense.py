@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.finding import stateful_parts
-from kvpolicy.integrations.transformers.model.kinds import Indexed
 from kvpolicy.integrations.transformers.model.masks import first_seen
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 
@@ -109,9 +108,8 @@ def dense_outputs(
             layer: Any = parts.layers[index]
             # A mask would not be enough for an indexer, which could pick hidden tokens, and layers
             # that call no attention function of Transformers take masks in many forms.
-            if isinstance(kind, Indexed) or (kind.attends and attention is None):
-                by_slot = isinstance(kind, Indexed) and kind.blocks
-                in_runs(layer, list(_runs(see)), picked, by_slot=by_slot)
+            if kind.picks or (kind.attends and attention is None):
+                in_runs(layer, list(_runs(see)), picked, by_slot=kind.blocks)
                 continue
             if attention is not None:
                 stack.enter_context(routing.replaced(attention, _under(see)))

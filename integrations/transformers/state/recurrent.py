@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.model.kinds import (
-    CrossAttention,
-    Indexed,
     LayerKind,
 )
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
@@ -204,9 +202,9 @@ def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
     """
     if kind.producer is not None:
         return SharedLayer(storage, room, kind.producer)
-    if isinstance(kind, CrossAttention):
+    if kind.crosses:
         return CrossLayer(storage, room)
-    if isinstance(kind, Indexed):
+    if kind.picks:
         return IndexedLayer(storage, room, blocks=kind.blocks)
     if kind.states:
         held = SideBySideLayer if kind.attends else RecurrentLayer
