@@ -12,9 +12,7 @@ from kvpolicy.integrations.transformers.forward.decoding.static_rolling import R
 from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
-from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
 from kvpolicy.integrations.transformers.surface import CACHE
 
 
@@ -152,8 +150,8 @@ class DispatchedCache(Cache):  # type: ignore[misc]
             NotAttachedError: The cache is not attached to the model that calls.
         """
         self._run().note_state(layer_idx)
-        layer = self.layers[layer_idx]
-        assert isinstance(layer, RecurrentLayer)
+        layer = self.layers[layer_idx].recurrent
+        assert layer is not None
         state: Tensor | None = layer.recurrent_states[0]
         return state
 
@@ -182,7 +180,8 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         is 0 until there is an image: Transformers 5.17 then leaves the layer out.
         """
         layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
-        without_image = isinstance(layer, CrossLayer) and layer.images is None
+        crossing = None if layer is None else layer.crossing
+        without_image = crossing is not None and crossing.images is None
         return 0 if without_image else self._reader.seen_by(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

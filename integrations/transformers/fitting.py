@@ -12,9 +12,7 @@ from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
 from kvpolicy.integrations.transformers.model.parallel import HeadSharding
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
-from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.recurrent import layer_for, link
-from kvpolicy.integrations.transformers.state.storage import PlainStorage
 from kvpolicy.policy import CachePolicy
 
 
@@ -148,12 +146,11 @@ def _check_loaded_for(saved: ModelFingerprint, model: ModelFingerprint) -> None:
 def _check_kinds(reader: ForwardDispatcher, parts: ModelParts) -> None:
     for index, (layer, kind) in enumerate(zip(reader.layers, parts.kinds, strict=True)):
         wanted = layer_for(kind, reader.storage, 0)
-        if isinstance(layer, IndexedLayer) and isinstance(wanted, IndexedLayer):
-            layer.blocks = wanted.blocks  # a file does not hold this setting
-        if type(layer) is not type(wanted) or layer.producer != wanted.producer:
+        if type(layer) is not type(wanted) or layer.settings() != wanted.settings():
             raise ValueError(
                 f"saved cache must hold what layer {index} of the model holds (kind: {kind.name}), "
-                "got something else; the file was changed"
+                "got something else; load it with the versions of kvpolicy and transformers that "
+                "saved it"
             )
 
 
@@ -175,17 +172,10 @@ def _move_to(reader: ForwardDispatcher, parts: ModelParts) -> None:
     # The dtype of the embeddings, since weights of layers may be quantised.
     dtype = next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
     for index, layer in enumerate(reader.layers):
-        if layer.held is not None:
-            keys, values = layer.held.read()
-            if keys.dtype != dtype:
-                _check_precision(reader, keys.dtype, dtype)
-                # The same model, loaded in another precision. `move_to` puts it into the
-                # cache's storage.
-                layer.held = PlainStorage().hold(keys.to(dtype), values.to(dtype))
-                layer.observed = layer.observed.in_precision(dtype)
-        # A layer with a window has a record of its own between the chunks of a prompt.
-        tokens, device = layer.tokens or reader.tokens, parts.device_of(index)
-        layer.move_to(device, tokens.to(device))
+        if layer.held is not None and layer.held.dtype != dtype:
+            _check_precision(reader, layer.held.dtype, dtype)
+        device = parts.device_of(index)
+        layer.move_to(device, dtype, reader.tokens.to(device))
 
 
 def _check_precision(reader: ForwardDispatcher, saved: torch.dtype, own: torch.dtype) -> None:

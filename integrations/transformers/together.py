@@ -23,11 +23,10 @@ from kvpolicy.integrations.transformers.forward.plan import Arrival
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.forward.selecting import Select
 from kvpolicy.integrations.transformers.forward.stage import NO_LAYERS, StagePiece
-from kvpolicy.integrations.transformers.forward.staging import why_whole
 from kvpolicy.integrations.transformers.model.attachment import Forward
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
-from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.layers import why_whole
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.integrations.transformers.surface import CACHE, CACHE_NAMES
 from kvpolicy.policies import FullContext
@@ -286,8 +285,8 @@ class _Follower:
     ) -> None:
         """Let the policy choose what a layer keeps; ``leading`` is the leader's layer."""
         layer = self.cache.layers[index]
-        if isinstance(layer, IndexedLayer) and isinstance(leading, IndexedLayer):
-            layer.show_as(leading)
+        if layer.indexed is not None and leading.indexed is not None:
+            layer.indexed.show_as(leading.indexed)
         self.run.at.masks.enter(layer)
         self.select.observe(self.run.at, index, inputs, stored)
 
@@ -331,7 +330,7 @@ class _Follower:
             if not self.follows(index):
                 break
             self.run.updated.add(index)
-            if layer.holds_more and not isinstance(layer, IndexedLayer):  # states, or images
+            if layer.holds_more and layer.indexed is None:  # states, or images
                 layer.restore(layer.contents, leading.beside(), self.run.tokens)
         tokens = self.run.finish()
         if self.select.waiting:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvpolicy.description import Description
 from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
-from kvpolicy.integrations.transformers.state.whole_file import write_whole
-from kvpolicy.integrations.vllm.files import DocumentError, TensorFile, bytes_of
+from kvpolicy.integrations.transformers.state.whole_file import bytes_of, write_whole
+from kvpolicy.integrations.vllm.files import DocumentError, TensorFile
 from kvpolicy.integrations.vllm.matching import misfit
 
 FORMAT, VERSION = "kvpolicy-document", "1"

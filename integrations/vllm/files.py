@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.integrations.transformers.state.whole_file import bytes_of
 
 # The names of safetensors' dtypes that documents use.
 DTYPES = {
@@ -147,8 +148,3 @@ def _entry(read: Any, data: int, size: int) -> _Entry:
     if data + end > size:
         raise ValueError(f"{data + end} bytes are needed, the file has {size}")
     return _Entry(dtype, shape, data + start)
-
-
-def bytes_of(tensor: Tensor) -> Any:
-    """Return the bytes of a contiguous CPU tensor as an array that shares its memory."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()

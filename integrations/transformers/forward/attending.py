@@ -22,7 +22,6 @@ from kvpolicy.integrations.transformers.model.routing import Attend, AttentionIn
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.packed import Packed
-from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer, SharedLayer
 from kvpolicy.integrations.transformers.surface import DISTANCES
 
 
@@ -76,13 +75,13 @@ class LayerAttention:
         Raises:
             UnsupportedModelError: See `LayerMasks.arguments` and `check_states_skip_nothing`.
         """
-        if isinstance(layer, SharedLayer):
-            return self._for_borrower(index, layer, hidden, kwargs)
-        if not isinstance(layer, RecurrentLayer):
+        if layer.producer is not None:
+            return self._for_borrower(index, layer.producer, hidden, kwargs)
+        if layer.recurrent is None:
             if layer.attends:
                 return self._for_attention(index, layer, hidden, kwargs)
             return self._reach.arguments(kwargs)
-        layer.own_states()
+        layer.recurrent.own_states()
         if not layer.attends:
             return self._for_state(hidden, self._reach.arguments(kwargs))
         names = MaskArguments.of(kwargs)
@@ -109,8 +108,8 @@ class LayerAttention:
             masks.enter(layer)
             heads = 1 if layer.held is None else layer.held.shape[1]
             attended.note(index, masks.positions(layer, heads, hidden.device))
-        if isinstance(layer, IndexedLayer):
-            return self._for_indexer(index, layer, hidden, here)
+        if layer.indexed is not None:
+            return self._for_indexer(index, layer.indexed, hidden, here)
         here = masks.arguments(index, hidden, here)
         if kwargs.get("attention_mask") is not None or here.get("attention_mask") is not None:
             self.told_or_masked.add(index)
@@ -150,11 +149,10 @@ class LayerAttention:
         return with_positions(layer, hidden, kwargs, self._call.model.rotary, masks.order)
 
     def _for_borrower(
-        self, index: int, layer: SharedLayer, hidden: Tensor, kwargs: dict[str, Any]
+        self, index: int, producer: int, hidden: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the arguments to call a layer with that attends to another layer's keys."""
-        assert layer.producer is not None
-        shared = self._shared[layer.producer]
+        shared = self._shared[producer]
         if self._call.attended is not None:
             self._call.attended.note(index, shared.keys)
         window = self._masks.windows[index]

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kvpolicy.integrations.transformers.forward.passes import PassState
 from kvpolicy.integrations.transformers.model.masks import first_seen
-from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.selection import compress
 
@@ -40,7 +39,7 @@ class ChunkWindows:
             for index, window in enumerate(at.call.model.windows)
             if window is not None
             and at.prompt_end > MIN_WINDOWS * window
-            and not isinstance(at.layers[index], IndexedLayer)
+            and at.layers[index].indexed is None
         }
         self.layers = frozenset(self._windows)
         self._narrowed: set[int] = set()

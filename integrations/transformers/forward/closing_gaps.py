@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
+import torch
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.model.rotary import RotaryChannels
-from kvpolicy.integrations.transformers.state.held_counts import held_counts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
@@ -57,7 +57,12 @@ def without_gaps(
     Raises:
         ValueError: Heads or layers keep different numbers of tokens.
     """
-    fewest, most = held_counts(layers, tokens.lengths)
+    counts = []
+    for layer in layers:
+        assert layer.positions is not None
+        counts.append((layer.positions >= 0).sum(dim=2).to(tokens.lengths))
+    every = torch.cat(counts, dim=1)
+    fewest, most = every.amin(dim=1), every.amax(dim=1)
     unlike = (fewest < most).nonzero()
     if len(unlike):
         row = int(unlike[0])

@@ -106,9 +106,7 @@ class FixedAnswer:
         # Excluded are states, which are copied before every forward; index keys, which grow;
         # images, which are not tokens; and layers that use another layer's keys, which have no
         # buffers.
-        fixed = all(
-            type(layer) is PolicyLayer and layer.facts.shows_queries for layer in reader.layers
-        )
+        fixed = all(layer.plain and layer.facts.shows_queries for layer in reader.layers)
         parts, decoding = None, reader.policy.decoding
         if reader.attachment is not None:
             parts = reader.attachment.parts

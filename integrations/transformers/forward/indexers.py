@@ -26,7 +26,7 @@ def new_places(layers: Sequence[PolicyLayer], slots: Tensor | None) -> Tensor | 
     Returns:
         None if the model gives none.
     """
-    given = (layer.new_places for layer in layers if isinstance(layer, IndexedLayer))
+    given = (each.indexed.new_places for each in layers if each.indexed is not None)
     places = next((each for each in given if each is not None), None)
     return places if places is None or slots is None else take_columns(places, slots, 1, 2)
 

@@ -242,7 +242,7 @@ class LaterLayers:
 
     def _may_look(self, index: int) -> bool:
         """True if a layer may be run only until its queries and keys are known."""
-        return type(self._layers[index]) is PolicyLayer and self._call.narrows
+        return self._layers[index].plain and self._call.narrows
 
 
 def pieces_of(staged: StagedPrompt, reach: SurvivingTokens) -> list[slice]:

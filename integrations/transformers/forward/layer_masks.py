@@ -115,7 +115,7 @@ class LayerMasks:
         """
         layer = self._layers[index]
         packed = (
-            type(layer) is PolicyLayer
+            layer.plain
             and not self._in_prompt
             and may_attend(layer.contents.held)
             and self._reach.count == 1
@@ -334,12 +334,12 @@ class LayerMasks:
         must have keys of all tokens.
         """
         layer = self._layers[index]
-        plain = type(layer) is PolicyLayer and index not in self.lenders
+        plain = layer.plain and index not in self.lenders
         return plain and layer.facts.shows_queries and self.windows[index] is None
 
     def _may_attend_in_blocks(self, index: int) -> bool:
         layer = self._layers[index]
-        plain = type(layer) is PolicyLayer and index not in self.lenders
+        plain = layer.plain and index not in self.lenders
         unseen = self._call.attended is None and self._spares  # weights and masks are not read
         dense = self._implementation in DENSE
         return self._in_prompt and plain and layer.facts.shows_queries and unseen and dense

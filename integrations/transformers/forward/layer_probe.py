@@ -35,7 +35,6 @@ from kvpolicy.integrations.transformers.model.rotary import (
     frequencies_of,
     has_axes,
 )
-from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
@@ -139,7 +138,7 @@ class LayerProbe:
             name: None if "mask" in name or isinstance(value, Cache) else value
             for name, value in reach.arguments(kwargs).items()
         }
-        if isinstance(layer, IndexedLayer):  # its indexer reads the mask
+        if layer.indexed is not None:  # its indexer reads the mask
             mask = causal_mask(
                 last.shape[0],
                 last.shape[0],

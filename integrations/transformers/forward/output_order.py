@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -37,15 +38,7 @@ class InputOrder:
         were passed on.
         """
         output = self._with_attentions(output)
-        if self.columns is None:
-            return output
-        if isinstance(output, tuple):
-            states = (self._each(part) for part in output[1:])
-            return (self._last(output[0]), *states)
-        for name, restore in (("last_hidden_state", self._last), ("hidden_states", self._each)):
-            if output.get(name) is not None:
-                output[name] = restore(output[name])
-        return output
+        return output if self.columns is None else _changed(output, self._last, self._each)
 
     def _with_attentions(self, output: Any) -> Any:
         """Return the output with attention weights by input column, where nothing was evicted."""
@@ -69,11 +62,9 @@ class InputOrder:
         whole = hidden.shape[1] == self.columns.shape[1]
         return self._moved_back(hidden) if whole and not self.propagated else hidden
 
-    def _each(self, states: Any) -> Any:
+    def _each(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
         """Put the hidden states of all layers before the first drop back into input order."""
-        if not isinstance(states, tuple) or any(
-            each is not None and getattr(each, "ndim", 0) != 3 for each in states
-        ):
+        if any(each is not None and getattr(each, "ndim", 0) != 3 for each in states):
             return states
         whole = 1 + min(self.propagated, default=len(states))
         restored = (None if each is None else self._moved_back(each) for each in states[:whole])
@@ -126,15 +117,7 @@ class Filling:
 
     def cut(self, output: Any) -> Any:
         """Return a decoder's output without the padding that `filled` added."""
-        if not self.slots:
-            return output
-        if isinstance(output, tuple):
-            states = (self._each(part) if isinstance(part, tuple) else part for part in output[1:])
-            return (self._last(output[0]), *states)
-        for name, cut in (("last_hidden_state", self._last), ("hidden_states", self._each)):
-            if output.get(name) is not None:
-                output[name] = cut(output[name])
-        return output
+        return _changed(output, self._last, self._each) if self.slots else output
 
     def _last(self, hidden: Tensor) -> Tensor:
         last: Tensor = self._cut(hidden, max(self.slots))
@@ -148,6 +131,19 @@ class Filling:
         slots = self.slots.get(index)
         whole = getattr(hidden, "ndim", 0) == 3 and hidden.shape[1] == self.count
         return hidden if slots is None or not whole else take_columns(hidden, slots)
+
+
+def _changed(
+    output: Any, last: Callable[[Tensor], Tensor], each: Callable[[tuple[Any, ...]], Any]
+) -> Any:
+    """Change a decoder's last hidden state, and each tuple of the hidden states of all layers."""
+    if isinstance(output, tuple):
+        others = (each(part) if isinstance(part, tuple) else part for part in output[1:])
+        return (last(output[0]), *others)
+    for name, change in (("last_hidden_state", last), ("hidden_states", each)):
+        if output.get(name) is not None:
+            output[name] = change(output[name])
+    return output
 
 
 def joined_outputs(first: Any, second: Any) -> Any:
@@ -169,7 +165,4 @@ def joined_outputs(first: Any, second: Any) -> Any:
 
 def without_states(output: Any) -> Any:
     """Return a decoder's output with its hidden states cut to no tokens."""
-    if isinstance(output, tuple):
-        return (output[0][:, :0], *output[1:])
-    output["last_hidden_state"] = output["last_hidden_state"][:, :0]
-    return output
+    return _changed(output, lambda last: last[:, :0], lambda each: each)

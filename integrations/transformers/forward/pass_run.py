@@ -42,13 +42,8 @@ from kvpolicy.integrations.transformers.model.routing import (
     AttentionInputs,
     without_queries,
 )
-from kvpolicy.integrations.transformers.state.cross import CrossLayer
-from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import follow
-from kvpolicy.integrations.transformers.state.recurrent import (
-    EmptyLayer,
-)
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_slots
 
@@ -233,8 +228,8 @@ class PassRun:
             if index in self._may_narrow and self._narrows(index, kwargs):
                 hidden, kwargs = self._narrowed(index, forward, hidden, kwargs)
             else:
-                if isinstance(layer, IndexedLayer):
-                    layer.taking = functools.partial(self.update_index, index)
+                if layer.indexed is not None:
+                    layer.indexed.taking = functools.partial(self.update_index, index)
                 kwargs = self.attention.arguments(index, layer, hidden, kwargs)
         output = forward(hidden, **kwargs)
         self.call.model.form.note(output)
@@ -352,8 +347,8 @@ class PassRun:
                 these; None if that cannot be seen.
         """
         layer = self.layers[index]
-        if layer.holds_more and isinstance(layer, CrossLayer):
-            return layer.with_images(keys, values)
+        if layer.crossing is not None:
+            return layer.crossing.with_images(keys, values)
         if self.seen is None:
             self.updated.add(index)
             keys, values = self._taken_in(index, keys, values)
@@ -381,14 +376,14 @@ class PassRun:
             order = self._masks.order
             if order is not None:
                 keys, values = gather_slots(keys, order), gather_slots(values, order)
-        if layer.holds_more and isinstance(layer, IndexedLayer):
-            layer.attend_to(keys)
+        if layer.indexed is not None:
+            layer.indexed.attend_to(keys)
         return keys, values
 
     def update_index(self, index: int, keys: Tensor) -> Tensor:
         """Add a layer's new index keys; return all index keys that its indexer must see."""
-        layer = self.layers[index]
-        assert isinstance(layer, IndexedLayer)
+        layer = self.layers[index].indexed
+        assert layer is not None
         places = new_places(self.layers, self._reach.slots)
         if self._appends:
             return layer.append_index(keys, places)
@@ -521,8 +516,9 @@ class PassRun:
         stage, everything = self.stage, range(len(self.layers))
         own = everything if stage is None else stage.stage.layers
         tokens = self._queries.finish(self.at) if own else self.tokens
-        spared = EmptyLayer, CrossLayer  # a cross layer is skipped without images
-        missing = {index for index in own if not isinstance(self.layers[index], spared)}
+        # A layer that attends to images is skipped without them.
+        using = (each.attends or each.recurrent is not None for each in self.layers)
+        missing = {index for index, uses in enumerate(using) if uses and index in own}
         missing -= self.updated
         if missing:
             raise UnsupportedModelError(

@@ -25,7 +25,7 @@ from kvpolicy.integrations.transformers.forward.passes import AtQueries, KeyUse,
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
+from kvpolicy.integrations.transformers.state.layers import why_whole
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.kinds import TokenKind
@@ -237,12 +237,10 @@ def check_layers(policy: CachePolicy, layers: list[PolicyLayer]) -> None:
         UnsupportedModelError: A layer cannot.
     """
     again = policy.rereading is not None
-    plain = (PolicyLayer, RecurrentLayer, EmptyLayer)
     unlike = [
         index
         for index, layer in enumerate(layers)
-        if layer.one_choice
-        or (again and (type(layer) not in plain or not layer.facts.shows_queries))
+        if layer.one_choice or (again and why_whole(layer) is not None)
     ]
     if not unlike:
         return

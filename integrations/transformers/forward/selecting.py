@@ -21,7 +21,6 @@ from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.passes import PassState
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
-from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.layer_inputs import DecodingInputs
@@ -86,7 +85,7 @@ class Select(AtEnd):
         return frozenset(
             index
             for index in range(1, min(drops, default=last))
-            if type(at.layers[index]) is PolicyLayer
+            if at.layers[index].plain
             and at.layers[index].facts.shows_queries
             and at.masks.windows[index] is None
             and index not in at.masks.lenders
@@ -125,7 +124,7 @@ class Select(AtEnd):
         if not self._never_asks or index in self.history.layers:
             return False
         layer, model = at.layers[index], at.call.model
-        plain = type(layer) is PolicyLayer and inputs.keys.shape[1] == stored[0].shape[1]
+        plain = layer.plain and inputs.keys.shape[1] == stored[0].shape[1]
         if not plain or (index in model.acting and not model.restarts):
             return False
         lengths = at.held_len(layer)
@@ -171,7 +170,7 @@ class Select(AtEnd):
             return
         keys, values, positions = candidates.keys, candidates.values, candidates.positions
         # A layer that uses the slots of another layer's indexer must hold the same tokens in them.
-        borrows = layer.holds_more and isinstance(layer, IndexedLayer) and layer.borrows
+        borrows = layer.indexed is not None and layer.indexed.borrows
         if not borrows or self._kept is None:
             assert decision.kept is not None
             kept = decision.kept

@@ -39,36 +39,10 @@ from kvpolicy.integrations.transformers.forward.stage import (
 )
 from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
 from kvpolicy.integrations.transformers.model.call_arguments import signature
-from kvpolicy.integrations.transformers.state.cross import CrossLayer
-from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.layers import held_by, hold_again
-from kvpolicy.integrations.transformers.state.recurrent import (
-    EmptyLayer,
-    RecurrentLayer,
-    SharedLayer,
-    SideBySideLayer,
-)
+from kvpolicy.integrations.transformers.state.layers import held_by, hold_again, why_whole
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions
-
-_KINDS = (PolicyLayer, RecurrentLayer, EmptyLayer)
-
-
-def why_whole(layer: PolicyLayer) -> str | None:
-    """Return why a layer cannot be left out of a pass and run later; None if it can."""
-    kinds: dict[type[PolicyLayer], str] = {
-        SharedLayer: "borrows keys of another",
-        IndexedLayer: "has an indexer",
-        CrossLayer: "attends to images",
-        SideBySideLayer: "holds a state beside its keys",
-    }
-    for kind, why in kinds.items():
-        if isinstance(layer, kind):
-            return why
-    if type(layer) not in _KINDS:
-        return "is of a kind of its own"
-    return "shows no queries" if layer.attends and not layer.facts.shows_queries else None
 
 
 @attrs.frozen(eq=False)
@@ -256,7 +230,7 @@ class StagedPrefill:
         seen = int(self.incoming.tokens.lengths.max()) + prompt_len
 
         def narrows(index: int) -> bool:
-            plain = type(self.layers[index]) is PolicyLayer
+            plain = self.layers[index].plain
             plain = plain and self.layers[index].facts.shows_queries
             if not (plain and self.call.narrows) or model.windows[index] is not None:
                 return False

@@ -283,7 +283,7 @@ def _waits_for_queries(run: PassRun) -> bool:
 def _grows_alone(index: int, layer: PolicyLayer, attention: LayerAttention) -> bool:
     """True if a layer only has to append a token to what it holds."""
     contents = layer.contents
-    if type(layer) is not PolicyLayer or not layer.facts.shows_queries or contents.held is None:
+    if not layer.plain or not layer.facts.shows_queries or contents.held is None:
         return False
     if contents.padded:  # on other devices the calls for every head take longer than a mask
         on_cpu = contents.chosen is not None and contents.chosen.device.type == "cpu"

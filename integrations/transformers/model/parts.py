@@ -25,7 +25,6 @@ from kvpolicy.integrations.transformers.model.finding import (
 )
 from kvpolicy.integrations.transformers.model.kinds import (
     FullAttention,
-    Indexed,
     LatentAttention,
     check_kinds,
     kinds_of,
@@ -82,9 +81,6 @@ class ModelParts:
             check_uncompiled(layer)
         self.kinds = kinds_of(self.config, len(self.layers))
         check_kinds(self.kinds)
-        self._indexers = [
-            (index, kind) for index, kind in enumerate(self.kinds) if isinstance(kind, Indexed)
-        ]
         if not any(kind.attends for kind in self.kinds):
             raise UnsupportedModelError(
                 "some layer must hold keys and values, but all of them hold a recurrent state or "
@@ -181,7 +177,7 @@ class ModelParts:
 
     def _lends(self, index: int) -> bool:
         """True if a later layer uses the slots that an indexer up to this layer has picked."""
-        return next((kind.borrows for at, kind in self._indexers if at > index), False)
+        return next((kind.borrows for kind in self.kinds[index + 1 :] if kind.picks), False)
 
     @functools.cached_property
     def shows_queries(self) -> bool:
@@ -236,8 +232,7 @@ class ModelParts:
         Raises:
             UnsupportedModelError: Padding changes it.
         """
-        by_slot = any(isinstance(kind, Indexed) and kind.blocks for kind in self.kinds)
-        if by_slot or not quirks.pads:
+        if not quirks.pads or any(kind.blocks for kind in self.kinds):
             raise UnsupportedModelError(
                 f"rows must not be padded with {type(self.model).__name__}, which reads padded "
                 "rows differently, with any cache; give rows of one length, or one row at a time"

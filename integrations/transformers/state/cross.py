@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,10 +27,16 @@ class CrossLayer(PolicyLayer):
 
     attends = False
     holds_more = True
+    plain = False
 
     def __init__(self, storage: Storage | None = None, room: int = 0) -> None:
         super().__init__(storage, room)
         self.images: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def crossing(self) -> CrossLayer:  # type: ignore[override]  # an attribute there, which costs no call
+        """See `PolicyLayer`."""
+        return self
 
     @property
     def keys(self) -> Tensor | None:
@@ -56,11 +63,14 @@ class CrossLayer(PolicyLayer):
         if images is not None:
             self.dtype, self.device = images[0].dtype, images[0].device
 
-    def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
-        """See `PolicyLayer.move_to`."""
-        super().move_to(device, tokens)
-        if self.images is not None:
-            self.hold_images((self.images[0].to(device), self.images[1].to(device)))
+    def tensors(self) -> dict[str, Tensor]:
+        """See `PolicyLayer.tensors`."""
+        return dict(zip(("image_keys", "image_values"), self.images or (), strict=False))
+
+    def hold_tensors(self, tensors: Mapping[str, Tensor], tokens: SeenTokens) -> None:
+        """See `PolicyLayer.hold_tensors`."""
+        super().hold_tensors(tensors, tokens)
+        self.hold_images((tensors["image_keys"], tensors["image_values"]) if tensors else None)
 
     def take_rows(self, rows: Tensor, tokens: SeenTokens) -> None:
         """See `PolicyLayer.take_rows`."""

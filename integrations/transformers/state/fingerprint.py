@@ -13,41 +13,19 @@ from torch import Tensor, nn
 
 # How many values of every parameter are compared.
 SAMPLE = 64
-# For each precision in which weights are loaded: the relative rounding error, and the absolute one
-# near 0.
-ROUNDING = {
-    torch.float64: (2.0**-53, 0.0),
-    torch.float32: (2.0**-24, 0.0),
-    torch.float16: (2.0**-11, 2.0**-24),
-    torch.bfloat16: (2.0**-8, 0.0),
+# The precisions in which values are compared; in others, weights are quantised.
+PRECISIONS = {
+    str(each).removeprefix("torch."): torch.finfo(each)
+    for each in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
+_CIRCUMSTANTIAL = """
+architectures chunk_size_feed_forward device_map distributed_config dtype id2label label2id
+output_attentions output_hidden_states output_router_logits pretraining_tp problem_type
+quantization_config return_dict tie_word_embeddings torch_dtype torchscript tp_plan tp_size
+transformers_version use_bfloat16 use_cache
+"""
 # Settings that say how a model is loaded or used, not which model it is.
-CIRCUMSTANTIAL = frozenset(
-    {
-        "architectures",
-        "chunk_size_feed_forward",
-        "device_map",
-        "distributed_config",
-        "dtype",
-        "id2label",
-        "label2id",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pretraining_tp",
-        "problem_type",
-        "quantization_config",
-        "return_dict",
-        "tie_word_embeddings",
-        "torch_dtype",
-        "torchscript",
-        "tp_plan",
-        "tp_size",
-        "transformers_version",
-        "use_bfloat16",
-        "use_cache",
-    }
-)
+CIRCUMSTANTIAL = frozenset(_CIRCUMSTANTIAL.split())
 
 
 @attrs.frozen
@@ -129,8 +107,7 @@ class ModelFingerprint:
     def packed(self) -> tuple[str, Tensor]:
         """Return the fingerprint as a JSON string and one tensor of samples; see `unpacked`."""
         each = [
-            [name, list(own.shape), own.dtype, len(own.sample)]
-            for name, own in self.parameters.items()
+            [name, own.shape, own.dtype, len(own.sample)] for name, own in self.parameters.items()
         ]
         samples = [own.sample for own in self.parameters.values()]
         text = json.dumps({"config": self.config, "parameters": each})
@@ -138,26 +115,13 @@ class ModelFingerprint:
 
     @staticmethod
     def unpacked(text: str, samples: Tensor) -> ModelFingerprint:
-        """Build a fingerprint from the string and the tensor that `packed` returned.
-
-        Raises:
-            ValueError: The arguments are not an output of `packed`.
-        """
-        try:
-            read = json.loads(text)
-            names, shapes, dtypes, counts = (
-                zip(*read["parameters"], strict=True) if read["parameters"] else ((),) * 4
-            )
-            known = {str(dtype).removeprefix("torch.") for dtype in ROUNDING}
-            if not isinstance(read["config"], dict) or {*dtypes} - {None, *known}:
-                raise ValueError("config must be a dict and every dtype one of weights")
-            parts = torch.split(samples, list(counts))
-            parameters = {
-                name: Parameter(tuple(shape), dtype, part)
-                for name, shape, dtype, part in zip(names, shapes, dtypes, parts, strict=True)
-            }
-        except (KeyError, TypeError, ValueError, RuntimeError, RecursionError) as error:
-            raise ValueError(f"model must be the fingerprint of a model: {error}") from None
+        """Build a fingerprint from the string and the tensor that `packed` returned."""
+        read = json.loads(text)
+        parts = torch.split(samples, [count for *_, count in read["parameters"]])
+        parameters = {
+            name: Parameter(tuple(shape), dtype, part)
+            for (name, shape, dtype, _), part in zip(read["parameters"], parts, strict=True)
+        }
         return ModelFingerprint(read["config"], parameters)
 
 
@@ -172,13 +136,9 @@ def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_memory(module: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context manager that brings a module's offloaded weights into memory.
-
-    It loads weights that Accelerate has offloaded, and does nothing for other modules.
-    """
-    if not any(each.is_meta for each in module.parameters(recurse=False)) or not hasattr(
-        module, "_hf_hook"
-    ):
+    """Return a context manager that brings weights into memory that Accelerate has offloaded."""
+    away = any(each.is_meta for each in module.parameters(recurse=False))
+    if not away or not hasattr(module, "_hf_hook"):
         return nullcontext()
     from accelerate.utils import align_module_device
 
@@ -190,26 +150,24 @@ def sampled(parameter: Tensor) -> Parameter:
     """Return the record of one parameter of a model."""
     if hasattr(parameter, "to_local"):
         parameter = parameter.to_local()
-    shape = tuple(parameter.shape)
+    shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
     # Quantised weights are tensors of another class, or integers.
-    plain = type(parameter) in (Tensor, nn.Parameter) and parameter.dtype in ROUNDING
+    plain = type(parameter) in (Tensor, nn.Parameter) and dtype in PRECISIONS
     if not plain or parameter.is_meta or not parameter.numel():
         return Parameter(shape, None, torch.empty(0))
     flat = parameter.detach().flatten()
-    step = max(len(flat) // SAMPLE, 1)
-    sample = flat[::step][:SAMPLE].to(dtype=torch.float32, device="cpu")
-    return Parameter(shape, str(parameter.dtype).removeprefix("torch."), sample.clone())
+    sample = flat[:: max(len(flat) // SAMPLE, 1)][:SAMPLE]
+    return Parameter(shape, dtype, sample.to(dtype=torch.float32, device="cpu", copy=True))
 
 
 def _same(own: Parameter, its: Parameter) -> bool:
     """True if two samples of a parameter agree up to rounding to their dtypes or to bfloat16."""
-    if own.sample.shape != its.sample.shape:
-        return False
-    dtypes = (getattr(torch, str(each.dtype)) for each in (own, its))
-    shares, steps = zip(*(ROUNDING[dtype] for dtype in dtypes), strict=True)
-    largest = torch.maximum(own.sample.abs(), its.sample.abs())
-    near = (own.sample - its.sample).abs() <= sum(shares) * largest * 1.01 + sum(steps)
-    if own.dtype == its.dtype:
-        near = own.sample == its.sample
-    alike = own.sample.to(torch.bfloat16) == its.sample.to(torch.bfloat16)
-    return bool((near | alike | (own.sample.isnan() & its.sample.isnan())).all())
+    one, other = own.sample, its.sample
+    near = one == other
+    if own.dtype != its.dtype:
+        limits = [PRECISIONS[str(each.dtype)] for each in (own, its)]
+        share = sum(each.eps / 2 for each in limits) * 1.01
+        step = sum(each.eps * each.smallest_normal for each in limits)  # near 0
+        near = (one - other).abs() <= share * torch.maximum(one.abs(), other.abs()) + step
+    alike = one.to(torch.bfloat16) == other.to(torch.bfloat16)
+    return bool((near | alike | (one.isnan() & other.isnan())).all())

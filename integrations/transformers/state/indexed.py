@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class IndexedLayer(PolicyLayer):
 
     one_choice = True
     holds_more = True
+    plain = False
     new_places: Tensor | None = None
     taking: Callable[[Tensor], Tensor] | None = None
 
@@ -47,30 +48,25 @@ class IndexedLayer(PolicyLayer):
     ) -> None:
         super().__init__(storage, room)
         self.blocks = blocks
-        self.index: StoredKV | None = None  # its keys are the index keys, of one head
+        # Its keys are the index keys ``[batch, 1, kept_len, index_dim]``; its values are their
+        # position ids ``[batch, 1, kept_len, axes]``, of width 0 if there are none.
+        self.index: StoredKV | None = None
         self._shown: tuple[Tensor, Tensor] | None = None  # of every slot, until `store` keeps some
         self._attended: Tensor | None = None  # the keys of the forward under way
 
-    def fresh(self) -> PolicyLayer:
-        """See `PolicyLayer.fresh`."""
-        return type(self)(self.storage, self.room, blocks=self.blocks)
+    @property
+    def indexed(self) -> IndexedLayer:  # type: ignore[override]  # an attribute there, which costs no call
+        """See `PolicyLayer`."""
+        return self
+
+    def settings(self) -> dict[str, Any]:
+        """See `PolicyLayer.settings`."""
+        return {"blocks": self.blocks}
 
     @property
     def borrows(self) -> bool:
         """True if the layer has no index keys, since it uses another layer's picked slots."""
         return self._shown is None and self.index is None
-
-    def index_tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the index keys that the layer holds, and their position ids.
-
-        Both have one row per slot: ``[batch, 1, kept_len, index_dim]`` and ``[batch, 1, kept_len,
-        axes]``, of width 0 if there are none.
-        """
-        if self.index is not None:
-            return self.index.read()
-        assert self.held is not None
-        none = self.held.read()[0][:, :1, :, :0]
-        return none, none
 
     def update_index(self, keys: Tensor) -> Tensor:
         """Add new index keys ``[batch, 1, new_len, index_dim]``; return all index keys.
@@ -189,22 +185,20 @@ class IndexedLayer(PolicyLayer):
             taken = (each if kept is None else gather_slots(each, kept) for each in shown)
             self._hold_index(*taken)
 
-    def load_index(self, keys: Tensor, beside: Tensor) -> None:
-        """Take over the index keys that were read from a file; see `index_tensors`."""
+    def tensors(self) -> dict[str, Tensor]:
+        """See `PolicyLayer.tensors`."""
+        index = () if self.index is None else self.index.read()
+        return super().tensors() | dict(zip(("index_keys", "index_beside"), index, strict=False))
+
+    def hold_tensors(self, tensors: Mapping[str, Tensor], tokens: SeenTokens) -> None:
+        """See `PolicyLayer.hold_tensors`."""
+        super().hold_tensors(tensors, tokens)
         self.index = None
-        if keys.shape[3]:
-            self._hold_index(keys, beside)
+        if "index_keys" in tensors:
+            self._hold_index(tensors["index_keys"], tensors["index_beside"])
 
     def _hold_index(self, keys: Tensor, beside: Tensor) -> None:
         self.index = self.storage.beside().hold(keys, beside).with_room(self.room)
-
-    def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
-        """See `PolicyLayer.move_to`."""
-        super().move_to(device, tokens)
-        if self.index is not None and self.held is not None:
-            keys, beside = self.index.read()
-            dtype = self.held.read()[0].dtype  # the model's, which may differ from the file's
-            self._hold_index(keys.to(device, dtype), beside.to(device))
 
     def drop_last(self, count: int) -> None:
         """See `PolicyLayer.drop_last`."""

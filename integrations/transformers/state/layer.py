@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -18,7 +18,14 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.integrations.transformers.surface import CacheLayerMixin
 from kvpolicy.selection import gather_positions, gather_slots
 
+if TYPE_CHECKING:
+    from kvpolicy.integrations.transformers.state.cross import CrossLayer
+    from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
+    from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
+
 Slots = Callable[[], tuple[Tensor, Tensor, Tensor]]
+# What layers hold in the precision of the model; states and sums have a precision of their own.
+OF_MODELS_DTYPE = ("keys", "values", "queries", "index_keys")
 
 
 class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -40,12 +47,20 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         one_choice: Whether all heads keep the same tokens, even if attention gets keys of several
             heads.
         holds_more: Whether the layer may hold more than `contents`; see `beside`.
+        plain: Whether the layer holds keys and values of its own, and nothing else.
+        indexed: The layer itself, if an indexer picks among its keys; else None.
+        crossing: The layer itself, if it attends to images; else None.
+        recurrent: The layer itself, if it has a state; else None.
         behind: Takes over what another object has written for the layer; None if there is none.
     """
 
     attends = True
     one_choice = False
     holds_more = False
+    plain = True
+    indexed: IndexedLayer | None = None
+    crossing: CrossLayer | None = None
+    recurrent: RecurrentLayer | None = None
     producer: int | None = None
     is_sliding = False
     is_compileable = False
@@ -63,9 +78,13 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self._joined: tuple[Tensor, StoredKV] | None = None
         self.is_initialized = False
 
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments with which it was made, beside ``storage`` and ``room``."""
+        return {}
+
     def fresh(self) -> PolicyLayer:
         """Return an empty layer with the same settings."""
-        return type(self)(self.storage, self.room)
+        return type(self)(self.storage, self.room, **self.settings())
 
     @property
     def held(self) -> StoredKV | None:
@@ -188,6 +207,22 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         everything = torch.arange(keys.shape[2], device=kept.device)
         return torch.equal(kept, torch.where(positions >= 0, everything, -1))
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors that the layer holds, by name; see `hold_tensors`."""
+        held, positions = self.held, self.contents.chosen
+        if held is None or positions is None:
+            return {}
+        keys, values = held.read()
+        return {"keys": keys, "values": values, "positions": positions, **self.observed.tensors()}
+
+    def hold_tensors(self, tensors: Mapping[str, Tensor], tokens: SeenTokens) -> None:
+        """Hold tensors that `tensors` returned, after the forward that ``tokens`` ends with."""
+        self.follow(tokens)
+        if "keys" in tensors:
+            self.load(tensors["keys"], tensors["values"], tensors["positions"], tokens)
+            queries, carried, columns = map(tensors.get, ("queries", "carried", "columns"))
+            self.observed = RecentQueries(queries, tokens.seen, carried, columns)
+
     def load(self, keys: Tensor, values: Tensor, chosen: Tensor, tokens: SeenTokens) -> None:
         """Take over keys and values from a file, or from an object that has held them meanwhile.
 
@@ -257,14 +292,13 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.contents.chosen is not None:
             self.contents = attrs.evolve(self.contents, chosen=self.contents.chosen[:, :1])
 
-    def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
-        """Copy the layer's keys, values and queries to a device."""
-        self.follow(tokens)
-        held, chosen = self.held, self.contents.chosen
-        if held is not None and chosen is not None:
-            keys, values = held.read()
-            self.load(keys.to(device), values.to(device), chosen.to(device), tokens)
-            self.observed = self.observed.to(device)
+    def move_to(self, device: torch.device, dtype: torch.dtype, tokens: SeenTokens) -> None:
+        """Copy all that the layer holds to a device, and keys and queries to a precision."""
+        moved = {
+            name: each.to(device, dtype if name in OF_MODELS_DTYPE else each.dtype)
+            for name, each in self.tensors().items()
+        }
+        self.hold_tensors(moved, tokens)
 
     def append(
         self, keys: Tensor, values: Tensor, tokens: SeenTokens, missing: int = 0

@@ -1,4 +1,4 @@
-"""Record what the layers of a cache hold, and restore it later."""
+"""Record what the layers of a cache hold, restore it later, and tell which stand alone."""
 
 from __future__ import annotations
 
@@ -40,3 +40,15 @@ def hold_again(layers: Sequence[PolicyLayer], held: LayersHeld) -> None:
     """Return each cache layer to what it held when `held_by` recorded it."""
     for layer, before in zip(layers, held, strict=True):
         layer.restore(*before)
+
+
+def why_whole(layer: PolicyLayer) -> str | None:
+    """Return why a layer cannot be run apart from the other layers; None if it can."""
+    reasons = {
+        "borrows keys of another": layer.producer is not None,
+        "has an indexer": layer.indexed is not None,
+        "attends to images": layer.crossing is not None,
+        "holds a state beside its keys": layer.attends and layer.recurrent is not None,
+        "shows no queries": layer.attends and not layer.facts.shows_queries,
+    }
+    return next((why for why, holds in reasons.items() if holds), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import attrs
 import torch
@@ -102,28 +102,20 @@ class RecentQueries:
 
     def rows(self, rows: Tensor) -> RecentQueries:
         """Return a copy with only the given rows ``[count]`` of the batch."""
-        return self._each(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
+        taken: dict[str, Any] = {
+            name: each.index_select(0, rows.to(each.device))
+            for name, each in self.tensors().items()
+        }
+        return attrs.evolve(self, **taken)
 
-    def to(self, device: torch.device) -> RecentQueries:
-        """Return a copy with all tensors on a device."""
-        return self._each(lambda tensor: tensor.to(device))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> RecentQueries:
-        queries, carried, columns = (
-            None if each is None else change(each)
-            for each in (self.queries, self.carried, self.columns)
-        )
-        return RecentQueries(queries, self.end, carried, columns)
-
-    def in_precision(self, dtype: torch.dtype) -> RecentQueries:
-        """Return a copy with the queries in another dtype."""
-        return self if self.queries is None else attrs.evolve(self, queries=self.queries.to(dtype))
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors among its arguments, by name."""
+        found = {"queries": self.queries, "carried": self.carried, "columns": self.columns}
+        return {name: each for name, each in found.items() if each is not None}
 
     def nbytes(self) -> int:
         """Return the bytes of the queries, the scorer's state and the column indices."""
-        held = (self.queries, self.carried, self.columns)
-        tensors = (each for each in held if each is not None)
-        return sum(each.untyped_storage().nbytes() for each in tensors)
+        return sum(each.untyped_storage().nbytes() for each in self.tensors().values())
 
     def positions(self, tokens: SeenTokens) -> Tensor:
         """Return the positions ``[batch, count]`` of the queries' tokens, -1 on padding.

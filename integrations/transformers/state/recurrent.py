@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.model.kinds import (
-    CrossAttention,
-    Indexed,
     LayerKind,
 )
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
@@ -22,6 +19,8 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.integrations.transformers.surface import EMPTY_LAYER, LinearAttentionLayer
 
 States = dict[int, Tensor]
+# Names of convolution states and recurrent states, before their numbers.
+PARTS = ("conv", "recurrent")
 
 
 class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
@@ -39,6 +38,7 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
 
     attends = False
     holds_more = True
+    plain = False
     is_croppable = False  # tokens cannot be removed from a state
 
     def __init__(
@@ -47,9 +47,14 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         PolicyLayer.__init__(self, storage, room)
 
-    def fresh(self) -> PolicyLayer:
-        """See `PolicyLayer.fresh`."""
-        return type(self)(self.storage, self.room, self.number_of_states)
+    @property
+    def recurrent(self) -> RecurrentLayer:  # type: ignore[override]  # an attribute there, which costs no call
+        """See `PolicyLayer`."""
+        return self
+
+    def settings(self) -> dict[str, Any]:
+        """See `PolicyLayer.settings`."""
+        return {"number_of_states": self.number_of_states}
 
     @property
     def states(self) -> tuple[States, States]:
@@ -76,12 +81,24 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
         if self.held is None:
             self.device = device
 
-    def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
-        """See `PolicyLayer.move_to`."""
-        super().move_to(device, tokens)
-        self.hold_states(
-            *({index: each.to(device) for index, each in part.items()} for part in self.states)
-        )
+    def tensors(self) -> dict[str, Tensor]:
+        """See `PolicyLayer.tensors`."""
+        states = {
+            f"{part}.{index}": each
+            for part, held in zip(PARTS, self.states, strict=True)
+            for index, each in held.items()
+        }
+        return super().tensors() | states
+
+    def hold_tensors(self, tensors: Mapping[str, Tensor], tokens: SeenTokens) -> None:
+        """See `PolicyLayer.hold_tensors`."""
+        super().hold_tensors(tensors, tokens)
+        states: dict[str, States] = {part: {} for part in PARTS}
+        for name, each in tensors.items():
+            part, _, index = name.partition(".")
+            if index:
+                states[part][int(index)] = each
+        self.hold_states(*states.values())
 
     def state_nbytes(self) -> int:
         """See `PolicyLayer.state_nbytes`."""
@@ -131,6 +148,7 @@ class EmptyLayer(PolicyLayer, EMPTY_LAYER):  # type: ignore[misc]
     """
 
     attends = False
+    plain = False
 
     def __init__(self, storage: Storage | None = None, room: int = 0) -> None:
         PolicyLayer.__init__(self, storage, room)
@@ -152,9 +170,9 @@ class SharedLayer(EmptyLayer):
         self.producer = producer
         self._lender: PolicyLayer | None = None
 
-    def fresh(self) -> PolicyLayer:
-        """See `PolicyLayer.fresh`."""
-        return type(self)(self.storage, self.room, self.producer)
+    def settings(self) -> dict[str, Any]:
+        """See `PolicyLayer.settings`."""
+        return {"producer": self.producer}
 
     @property
     def positions(self) -> Tensor | None:
@@ -184,14 +202,28 @@ def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
     """
     if kind.producer is not None:
         return SharedLayer(storage, room, kind.producer)
-    if isinstance(kind, CrossAttention):
+    if kind.crosses:
         return CrossLayer(storage, room)
-    if isinstance(kind, Indexed):
+    if kind.picks:
         return IndexedLayer(storage, room, blocks=kind.blocks)
     if kind.states:
         held = SideBySideLayer if kind.attends else RecurrentLayer
         return held(storage, room, kind.states)
     return PolicyLayer(storage, room) if kind.attends else EmptyLayer(storage, room)
+
+
+LAYERS: dict[str, Callable[..., PolicyLayer]] = {
+    each.__name__: each
+    for each in (
+        PolicyLayer,
+        IndexedLayer,
+        CrossLayer,
+        RecurrentLayer,
+        SideBySideLayer,
+        EmptyLayer,
+        SharedLayer,
+    )
+}
 
 
 def _held(states: dict[int, Tensor | None]) -> States:

@@ -1,11 +1,17 @@
-"""Save a cache to a file, with its policy and the fingerprint of its model, and load it."""
+"""Save a cache to a file, with its policy and the fingerprint of its model, and load it.
+
+Everything but the tensors is one text in JSON. The text has a digest of every tensor, and the file
+one of the text, so that a file that was changed or damaged is refused before a cache is made of it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import attrs
 import torch
@@ -14,33 +20,17 @@ from torch import Tensor
 
 from kvpolicy.checks import check_kind
 from kvpolicy.description import Description, describe, from_description
-from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
-from kvpolicy.integrations.transformers.state.held_counts import held_counts
-from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
-from kvpolicy.integrations.transformers.state.recurrent import (
-    EmptyLayer,
-    RecurrentLayer,
-    SharedLayer,
-    SideBySideLayer,
-    link,
-)
-from kvpolicy.integrations.transformers.state.saved_contents import check_contents
-from kvpolicy.integrations.transformers.state.saved_states import (
-    OF_CROSS,
-    OF_INDEX,
-    read_states,
-    state_metadata,
-    state_tensors,
-)
+from kvpolicy.integrations.transformers.state.recurrent import LAYERS, link
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-from kvpolicy.integrations.transformers.state.whole_file import check_target, write_whole
+from kvpolicy.integrations.transformers.state.whole_file import check_target, digest_of, write_whole
 from kvpolicy.policy import CachePolicy
 
 FORMAT = "kvpolicy-cache"
-VERSION = 1
+VERSION = "1"
+# What the parts of a file raise that has the right digests, but was not written by `save`.
+UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 @attrs.frozen(eq=False)
@@ -78,47 +68,31 @@ class SavedCache:
         _check_path(path)
         check_target(path)  # before tensors are copied
         model, samples = self.model.packed()
-        metadata = {
-            "format": FORMAT,
-            "version": str(VERSION),
-            "policy": json.dumps(self.policy),
-            "model": model,
-            "query_heads": json.dumps([layer.facts.query_heads or None for layer in self.layers]),
-            "padded": json.dumps(self.tokens.padded),
-            "starts_turn": json.dumps(self.starts_turn),
-            **state_metadata(self.layers),
-            "crosses": json.dumps([isinstance(each, CrossLayer) for each in self.layers]),
-            **_producer_metadata(self.layers),
-            **_size_metadata(self.layers),
-            **_since_metadata(self.tokens),
-            **beside,
-        }
-        write_whole(path, {**self._tensors(), "model.samples": samples}, metadata)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        seen = attrs.asdict(self.tokens, recurse=False)
+        found = {"model.samples": samples}
+        found |= {f"tokens.{name}": each for name, each in seen.items() if _is_tensor(each)}
+        found |= {f"propagated.{index}": each for index, each in self.propagated.items()}
         for index, layer in enumerate(self.layers):
-            held, positions = layer.held, layer.contents.chosen
-            if held is not None and positions is not None:
-                found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
-                found[f"layers.{index}.positions"] = positions
-            for name in ("queries", "carried", "columns"):
-                if getattr(layer.observed, name) is not None:
-                    found[f"layers.{index}.{name}"] = getattr(layer.observed, name)
-            if isinstance(layer, CrossLayer) and layer.images is not None:
-                names = (f"layers.{index}.{name}" for name in OF_CROSS)
-                found |= dict(zip(names, layer.images, strict=True))
-            if isinstance(layer, IndexedLayer) and held is not None:
-                names = (f"layers.{index}.{name}" for name in OF_INDEX)
-                found |= dict(zip(names, layer.index_tensors(), strict=True))
-        found |= state_tensors(self.layers)
-        for name in ("valid", "ids", "lengths", "appended", "skipped", "kinds"):
-            if getattr(self.tokens, name) is not None:
-                found[f"tokens.{name}"] = getattr(self.tokens, name)
-        for index, positions in self.propagated.items():
-            found[f"propagated.{index}"] = positions
+            found |= {f"layers.{index}.{name}": each for name, each in layer.tensors().items()}
         # The format does not allow two names for one storage, so that every tensor is copied.
-        return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
+        tensors = {
+            name: each.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, each in found.items()
+        }
+        contents = {
+            "policy": self.policy,
+            "model": model,
+            "tokens": {name: each for name, each in seen.items() if not _is_tensor(each)},
+            "layers": [
+                [type(layer).__name__, layer.settings(), layer.facts.query_heads]
+                for layer in self.layers
+            ],
+            "starts_turn": self.starts_turn,
+            "digests": {name: digest_of(each) for name, each in tensors.items()},
+        }
+        text = json.dumps(contents)
+        metadata = {"format": FORMAT, "version": VERSION, "contents": text, "digest": _digest(text)}
+        write_whole(path, tensors, metadata | beside)
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> SavedCache:
@@ -127,8 +101,7 @@ class SavedCache:
         Raises:
             TypeError: ``path`` is no path.
             OSError: The file cannot be read, or is not a regular file.
-            ValueError: The file is not a saved cache or has another version, or its contents do not
-                fit together.
+            ValueError: The file is not a saved cache, has another version, or was changed.
         """
         _check_path(path)
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -136,23 +109,23 @@ class SavedCache:
         try:
             with safe_open(os.fspath(path), framework="pt") as file:
                 metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT or metadata.get("version") != str(VERSION):
+                if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
                     raise ValueError(
                         f"path must be a file of PolicyCache.save, version {VERSION}, got {path} "
                         f"with format {metadata.get('format')} {metadata.get('version', '')}"
                     )
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise _broken(path, error) from None
-        try:
-            check_contents(metadata, tensors)
-            return _rebuilt(metadata, tensors)
-        except KeyError as error:
             raise ValueError(
-                f"path must be a whole file of PolicyCache.save, {path} lacks {error}"
+                f"path must be a file of PolicyCache.save, got {path}: {error}"
             ) from None
-        except ValueError as error:
-            raise _broken(path, error) from None
+        try:
+            return _rebuilt(_checked(metadata, tensors), tensors)
+        except (*UNFIT, RecursionError) as error:
+            lacks = "it lacks " if isinstance(error, KeyError) else ""
+            raise ValueError(
+                f"path must be a whole file of PolicyCache.save, got {path}: {lacks}{error}"
+            ) from None
 
     def policy_of(self, path: str | os.PathLike[str], policy: CachePolicy | None) -> CachePolicy:
         """Return the policy that filled the saved cache: the given one, or built from the file.
@@ -163,67 +136,32 @@ class SavedCache:
 
         Raises:
             TypeError: ``policy`` is not a `CachePolicy`.
-            ValueError: ``policy`` is a different one, or is None though it must be given; or the
-                scorer state in the layers is not of the policy's scorer; or layers hold other
-                numbers of tokens than a ``gapless`` policy needs.
+            ValueError: ``policy`` is a different one, or is None though it must be given.
         """
         try:
-            policy = self._built_policy(path) if policy is None else self._same(path, policy)
-        except RecursionError as error:
-            raise _broken(path, f"policy is nested too deeply: {error}") from None
-        carries = 0 if policy.decoding is None else policy.decoding.state_size
-        for index, layer in enumerate(self.layers):
-            carried = layer.observed.carried
-            if carried is not None and carried.shape[3] != carries:
-                raise _broken(
-                    path,
-                    f"layers.{index}.carried must hold the {carries} numbers a key that the "
-                    f"policy's scorer carries, got {carried.shape[3]}",
-                )
-        if policy.gapless:
-            self._check_gapless(path)
-        return policy
-
-    def _check_gapless(self, path: str | os.PathLike[str]) -> None:
-        """Check that rotary positions continue directly after the tokens held, without gaps."""
-        lengths, skipped = self.tokens.lengths, self.tokens.skipped
-        skipped = torch.zeros_like(lengths) if skipped is None else skipped
-        holding = [layer for layer in self.layers if layer.held is not None]
-        for counts in held_counts(holding, lengths) if holding else ():
-            if not torch.equal(lengths - counts, skipped):
-                raise _broken(
-                    path,
-                    "tokens.skipped must be the number of each row's tokens that no head holds, "
-                    f"if the policy is gapless, {(lengths - counts).tolist()}, got "
-                    f"{skipped.tolist()}",
-                )
-
-    def _built_policy(self, path: str | os.PathLike[str]) -> CachePolicy:
-        try:
-            return from_description(self.policy)
+            own = from_description(self.policy)
         except ValueError as error:
-            raise ValueError(f"policy must be given to load {path}: {error}") from None
-
-    def _same(self, path: str | os.PathLike[str], policy: CachePolicy) -> CachePolicy:
+            own = None
+            if policy is None:
+                raise ValueError(f"policy must be given to load {path}: {error}") from None
+        if policy is None:
+            assert own is not None
+            return own
+        check_kind("policy", policy, CachePolicy)
         if describe(policy) != self.policy:
             raise ValueError(
                 f"policy must be the one that filled the cache in {path}, which is "
-                f"{_named(self.policy)}, got {policy}"
+                f"{own or self.policy}, got {policy}"
             )
-        check_kind("policy", policy, CachePolicy)  # a file may describe a single part
         return policy
 
 
-def _named(description: Description) -> str:
-    """Return a saved policy as code, or its raw description if it cannot be built."""
-    try:
-        return str(from_description(description))
-    except ValueError:
-        return str(description)
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
 
 
-def _broken(path: str | os.PathLike[str], error: object) -> ValueError:
-    return ValueError(f"path must be a file of PolicyCache.save, got {path}: {error}")
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_path(path: object) -> None:
@@ -235,88 +173,44 @@ def _check_path(path: object) -> None:
         raise TypeError(f"path must be a str or os.PathLike, got {path!r}")
 
 
-def _producer_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
-    """Describe, for a file, which layers attend to another layer's keys; empty if none do."""
-    found = {i: each.producer for i, each in enumerate(layers) if each.producer is not None}
-    return {"producers": json.dumps(found)} if found else {}
+def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return a file's contents after a check that all of it is as it was written.
+
+    Raises:
+        KeyError: A text or tensor is missing.
+        ValueError: One was changed or added; the message names it.
+    """
+    text = metadata["contents"]
+    if _digest(text) != metadata["digest"]:
+        raise ValueError("its contents were changed after it was written")
+    contents: dict[str, Any] = json.loads(text)
+    digests = contents["digests"]
+    for name in (*digests, *tensors):
+        if digest_of(tensors[name]) != digests.get(name):
+            raise ValueError(f"{name} was changed after it was written")
+    return contents
 
 
-def _since_metadata(tokens: SeenTokens) -> dict[str, str]:
-    """Describe `SeenTokens.rows_since` for a file; empty if it is None."""
-    return {} if tokens.rows_since is None else {"rows_since": json.dumps(tokens.rows_since)}
+def _rebuilt(contents: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SavedCache:
+    def under(group: str) -> dict[str, Tensor]:
+        found = {name: each for name, each in tensors.items() if name.startswith(f"{group}.")}
+        return {name.removeprefix(f"{group}."): each for name, each in found.items()}
 
-
-def _size_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
-    """Describe each layer's head counts and head dimensions for a file; empty if all are equal."""
-    sizes = [_sizes(layer) for layer in layers]
-    alike = len({each for each in sizes if each is not None}) <= 1
-    return {} if alike else {"head_sizes": json.dumps(sizes)}
-
-
-def _sizes(layer: PolicyLayer) -> tuple[int, ...] | None:
-    held = layer.held
-    return None if held is None else (layer.facts.query_heads, held.shape[1], *held.widths)
-
-
-def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache:
-    ids, appended = tensors["tokens.ids"], tensors["tokens.appended"]
-    acted_len = ids.shape[1] - appended.shape[1]
-    since = json.loads(metadata.get("rows_since", "null"))
-    tokens = SeenTokens(
-        valid=tensors["tokens.valid"],
-        lengths=tensors["tokens.lengths"],
-        appended=appended,
-        acted_ids=ids[:, :acted_len],
-        appended_ids=ids[:, acted_len:],
-        padded=json.loads(metadata["padded"]),
-        skipped=tensors.get("tokens.skipped"),
-        kinds=tensors.get("tokens.kinds"),
-        rows_since=None if since is None else tuple(since),
-    )
+    since = contents["tokens"].pop("rows_since")
+    since = None if since is None else tuple(since)
+    tokens = SeenTokens(**(contents["tokens"] | under("tokens")), rows_since=since)
     layers: list[PolicyLayer] = []
-    crosses = json.loads(metadata["crosses"])
-    producers = json.loads(metadata.get("producers", "{}"))
-    for index, query_heads in enumerate(json.loads(metadata["query_heads"])):
-        number, *states = read_states(metadata, tensors, index)
-        if number:
-            of_kind = RecurrentLayer if query_heads is None else SideBySideLayer
-            layer: PolicyLayer = of_kind(number_of_states=number)
-            assert isinstance(layer, RecurrentLayer)
-            layer.hold_states(*states)
-        elif crosses[index]:
-            layer = CrossLayer()
-            of_cross = [tensors.get(f"layers.{index}.{name}") for name in OF_CROSS]
-            if of_cross[0] is not None and of_cross[1] is not None:
-                layer.hold_images((of_cross[0], of_cross[1]))
-        elif query_heads is None:
-            producer = producers.get(str(index))
-            layer = EmptyLayer() if producer is None else SharedLayer(producer=producer)
-        else:
-            indexed = f"layers.{index}.{OF_INDEX[0]}" in tensors
-            layer = IndexedLayer() if indexed else PolicyLayer()
-        if query_heads is not None:
-            names = ("keys", "values", "positions")
-            keys, values, positions = (tensors[f"layers.{index}.{name}"] for name in names)
-            layer.load(keys, values, positions, tokens)
-            if isinstance(layer, IndexedLayer):
-                layer.load_index(*(tensors[f"layers.{index}.{name}"] for name in OF_INDEX))
-            layer.facts.query_heads = query_heads
-            queries, carried, columns = (
-                tensors.get(f"layers.{index}.{name}") for name in ("queries", "carried", "columns")
-            )
-            layer.observed = RecentQueries(queries, tokens.seen, carried, columns)
+    for index, (kind, settings, query_heads) in enumerate(contents["layers"]):
+        layer = LAYERS[kind](**settings)
+        layer.facts.query_heads = query_heads
+        layer.hold_tensors(under(f"layers.{index}"), tokens)
         layers.append(layer)
     link(layers)
-    propagated = {
-        int(name.partition(".")[2]): tensor
-        for name, tensor in tensors.items()
-        if name.startswith("propagated.")
-    }
     return SavedCache(
-        json.loads(metadata["policy"]),
-        ModelFingerprint.unpacked(metadata["model"], tensors["model.samples"]),
+        contents["policy"],
+        ModelFingerprint.unpacked(contents["model"], tensors["model.samples"]),
         tokens,
         layers,
-        propagated,
-        json.loads(metadata["starts_turn"]),
+        {int(index): each for index, each in under("propagated").items()},
+        contents["starts_turn"],
     )

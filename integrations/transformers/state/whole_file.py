@@ -1,19 +1,22 @@
-"""Write a safetensors file completely or not at all."""
+"""Write a safetensors file completely or not at all, and tell if a tensor in it was changed."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
-import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 
-def check_target(path: str | os.PathLike[str]) -> tuple[Path, int]:
-    """Return the regular file to write, with links resolved, and its file mode.
+def check_target(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
+    """Return the regular file to write, with links resolved, and its file mode if it exists.
 
     Raises:
         OSError: ``path`` exists and is not a regular file.
@@ -25,7 +28,7 @@ def check_target(path: str | os.PathLike[str]) -> tuple[Path, int]:
     try:
         mode = os.stat(target).st_mode
     except FileNotFoundError:
-        return target, _mode_of_new_files()
+        return target, None
     if not stat.S_ISREG(mode):
         raise OSError(f"path must be a regular file or a new one, got {path}")
     return target, stat.S_IMODE(mode)
@@ -46,32 +49,35 @@ def write_whole(
         ValueError: ``path`` is empty.
     """
     target, mode = check_target(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".saving-")
-    os.close(handle)
+    new = target.with_name(f".saving-{uuid.uuid4().hex}")
+    os.close(os.open(new, os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode | 0o600))
     try:
-        save_file(dict(tensors), name, dict(metadata))
-        os.chmod(name, mode)
-        _sync(name)
-        os.replace(name, target)
+        save_file(dict(tensors), new, dict(metadata))
+        if mode is not None:
+            os.chmod(new, mode)
+        _sync(new)
+        os.replace(new, target)
     except BaseException:
-        os.unlink(name)
+        os.unlink(new)
         raise
     _sync(target.parent)
 
 
-def _mode_of_new_files() -> int:
-    """Return the file mode that the process's umask gives to new files.
-
-    It is needed since a temporary file can be read by its owner only.
-    """
-    umask = os.umask(0)
-    os.umask(umask)
-    return 0o666 & ~umask
-
-
-def _sync(path: str | Path) -> None:
+def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """Return the bytes of a contiguous CPU tensor as an array that shares its memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Return the SHA-256 of a contiguous CPU tensor's dtype, shape and values."""
+    found = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    found.update(bytes_of(tensor))
+    return found.hexdigest()

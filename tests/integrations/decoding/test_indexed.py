@@ -133,7 +133,7 @@ def test_index_keys_stay_with_their_tokens(name: str, rule: str) -> None:
         want = (full.idx_keys[:, 0] if name in BLOCKS else full.indexer_keys)[0]
         assert layer.positions is not None
         there = layer.positions[row, 0]
-        keys = layer.index_tensors()[0][row, 0]
+        keys = layer.index.read()[0][row, 0]
         torch.testing.assert_close(keys[there >= 0], want[there[there >= 0]])
 
 
@@ -209,4 +209,4 @@ def test_other_storages_choose_the_same_number(name: str, storage: Any) -> None:
     )
     for layer in indexed(found.cache).values():
         assert layer.kept_len == SHORT + 2
-        assert layer.index_tensors()[0].shape[2] == layer.kept_len
+        assert layer.index.read()[0].shape[2] == layer.kept_len

@@ -1,13 +1,9 @@
 """Layers that attend to the keys and values of an earlier one: what they see, and what is held."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -72,35 +68,6 @@ def test_a_second_turn_is_that_of_the_models_own_cache(name: str) -> None:
         whole = torch.cat([mask, mask.new_ones(2, said.shape[1] - 47)], dim=1)
         answers.append(goes_on(model, store, said, whole))
     assert apart(answers[1], answers[0]) < TOLERANCE
-
-
-BROKEN = {
-    "producers must be JSON": ("producers", "{"),
-    "producers must map layers to layers, got 3": ("producers", "3"),
-    "layers without keys to earlier layers with keys, got 2 for layer 3": ("producers", '{"3": 2}'),
-    "got 0 for layer 1": ("producers", '{"1": 0}'),
-    "got -1 for layer 2": ("producers", '{"2": -1}'),
-    "got '0' for layer 2": ("producers", '{"2": "0"}'),
-    "head_sizes must be a list with an entry a layer, got 5": ("head_sizes", "5"),
-    r"those of head_sizes, \[4, 2, 9, 9\] in layer 1, got \[4, 2, 32, 32\]": (
-        "head_sizes",
-        "[[4, 2, 16, 16], [4, 2, 9, 9], null, null]",
-    ),
-}
-
-
-@pytest.mark.parametrize("message", BROKEN)
-def test_a_file_that_does_not_fit_together(message: str, tmp_path: Path) -> None:
-    path = tmp_path / "cache"
-    read(hybrid("gemma4_text_shared"), "snapkv")[0].save(path)
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-        tensors = {each: file.get_tensor(each) for each in file.keys()}  # noqa: SIM118
-    assert json.loads(metadata["producers"]) == {"2": 0, "3": 1}
-    name, value = BROKEN[message]
-    save_file(tensors, path, {**metadata, name: value})
-    with pytest.raises(ValueError, match=message):
-        PolicyCache.load(path)
 
 
 @pytest.mark.parametrize("name", NAMES)

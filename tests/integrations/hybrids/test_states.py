@@ -1,22 +1,20 @@
 """What a cache holds for recurrent layers: copied, saved, reordered, undone, counted."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers import OffloadedStorage, PlainStorage, PolicyCache
 from kvpolicy.integrations.transformers.state.recurrent import (
     EmptyLayer,
     RecurrentLayer,
     SideBySideLayer,
 )
+from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.policies import FastKV, SnapKV
 from tests.integrations.hybrids.models import (
     KINDS,
@@ -27,6 +25,7 @@ from tests.integrations.hybrids.models import (
     states_of,
     tokens,
 )
+from tests.integrations.model.builds.catalogue import builds
 
 ROWS = [tokens(0, 47), tokens(1, 31)]
 POLICY = FastKV(tsp_rate=0.5, retention_rate=0.3, window_size=4)
@@ -39,59 +38,28 @@ def read(name: str, rows: list[list[int]]) -> tuple[PolicyCache, Tensor]:
     return cache, said
 
 
-BROKEN: dict[str, dict[str, Any]] = {
-    "states must be JSON": {"states": "{"},
-    "states must map layers to numbers and names": {"states": '{"0": 0}'},
-    "states must map layers to numbers and": {"states": '{"0": {"number": 1, "held": ["conv.1"]}}'},
-    "states must map layers to numbers": {"states": '{"0": {"number": 1, "held": []}}'},
-    "states must be of layers 0 to 3, got layers .'4'": {
-        "states": '{"4": {"number": 1, "held": ["conv.0"]}}'
-    },
-    "lacks 'layers.1.conv.0'": {"states": '{"1": {"number": 1, "held": ["conv.0"]}}'},
-    "layers.0.conv.0 must be something that its layer holds": {
-        "states": '{"2": {"number": 1, "held": ["conv.0", "recurrent.0"]}}'
-    },
-    "lacks 'layers.0.conv.1'": {"states": '{"0": {"number": 2, "held": ["conv.1"]}}'},
-    "layers.0.conv.0 must be of floats, of shape": {"layers.0.conv.0": torch.zeros(1, 2).long()},
-    "layers.0.recurrent.0 must be of floats": {"layers.0.recurrent.0": torch.zeros(3, 2)},
-    "layers.0.keys must be something that its layer holds": {"layers.0.keys": torch.zeros(1, 2)},
-    "layers.1.conv.0 must be something": {"layers.1.conv.0": torch.zeros(1, 2)},
-    "query_heads must have an entry for each layer": {"layers.7.conv.0": torch.zeros(1, 2)},
-}
+# Every kind of layer of a cache: beside states, an indexer, keys of another layer, or windows.
+SAVED = ("qwen3_next", "falcon_h1", "nemotron_h", "deepseek_v32", "minimax_m3_vl", "gemma3_text")
 
 
-@pytest.mark.parametrize("message", BROKEN)
-def test_a_file_whose_states_do_not_fit(message: str, tmp_path: Path) -> None:
-    path = tmp_path / "cache"
-    read("qwen3_next", ROWS[:1])[0].save(path)
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-        tensors = {each: file.get_tensor(each) for each in file.keys()}  # noqa: SIM118
-    held = {"number": 1, "held": ["conv.0", "recurrent.0"]}
-    assert json.loads(metadata["states"]) == {"0": held, "2": held}
-    for part, value in BROKEN[message].items():
-        (metadata if isinstance(value, str) else tensors)[part] = value
-    save_file(tensors, path, metadata)
-    with pytest.raises(ValueError, match=message):
-        PolicyCache.load(path)
-
-
-def test_a_file_without_a_states_layer_is_no_file_of_the_model(tmp_path: Path) -> None:
-    path = tmp_path / "cache"
-    read("qwen3_next", ROWS[:1])[0].save(path)
-    with safe_open(path, framework="pt") as file:
-        metadata = {name: each for name, each in file.metadata().items() if name != "states"}
-        tensors = {each: file.get_tensor(each) for each in file.keys()}  # noqa: SIM118
-    kept = {name: each for name, each in tensors.items() if not _is_state(name)}
-    save_file(kept, path, metadata)
-    cache = PolicyCache.load(path)
-    message = "must hold what layer 0 of the model holds .kind: recurrent"
-    with pytest.raises(ValueError, match=message), cache.attached(hybrid("qwen3_next")):
-        pass
-
-
-def _is_state(name: str) -> bool:
-    return ".conv." in name or ".recurrent." in name
+@pytest.mark.parametrize("name", [each for each in (*SAVED, "gemma4_text") if each in builds()])
+@pytest.mark.parametrize("storage", [PlainStorage(), OffloadedStorage()], ids=str)
+def test_a_file_has_all_that_layers_hold(name: str, storage: Storage, tmp_path: Path) -> None:
+    model, cache = builds()[name].model(), PolicyCache(SnapKV(0.4, window_size=4), storage)
+    said, _ = generate(model, cache, torch.tensor(ROWS[:1]))
+    cache.save(tmp_path / "cache")
+    loaded = PolicyCache.load(tmp_path / "cache", storage=storage)
+    more = torch.cat([said, torch.tensor([tokens(3, 9)])], dim=1)
+    found = [generate(model, each, more) for each in (loaded, cache)]
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1])
+    for one, other in zip(loaded.layers, cache.layers, strict=True):
+        assert type(one) is type(other)
+        assert one.settings() == other.settings()
+        held = [layer.tensors() for layer in (one, other)]
+        assert held[0].keys() == held[1].keys()
+        assert all(torch.equal(held[0][part], held[1][part]) for part in held[0])
+    assert str(loaded.report()) == str(cache.report())
 
 
 def test_a_saved_state_in_another_precision_is_refused(tmp_path: Path) -> None:

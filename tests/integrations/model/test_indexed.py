@@ -6,13 +6,10 @@ two turns against the same, and what else a cache has to do with index keys.
 
 from contextlib import nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -80,7 +77,7 @@ def held(store: PolicyCache) -> list[Tensor]:
             there = (layer.positions >= 0)[..., None]
             found += [layer.positions, layer.keys * there, layer.values * there]
     for layer in indexed(store).values():
-        keys, beside = layer.index_tensors()
+        keys, beside = layer.index.read()
         assert keys.shape[:3] == (len(layer.positions), 1, layer.kept_len)
         found += [each * (layer.positions >= 0)[..., None] for each in (keys, beside)]
     return found
@@ -129,7 +126,7 @@ def test_index_keys_are_those_of_the_tokens_kept(name: str, storage: Any) -> Non
     for index, layer in indexed(store).items():
         full, line = own.layers[index], store.report().layers[index]
         of_full = full.idx_keys[:, 0] if name in BLOCKS else full.indexer_keys
-        keys, places = layer.index_tensors()
+        keys, places = layer.index.read()
         assert layer.positions.tolist() == [[chosen]]
         torch.testing.assert_close(keys[:, 0], of_full[:, chosen])
         if places.shape[3]:
@@ -265,27 +262,6 @@ def test_rows_are_not_padded_where_blocks_are_counted_with_padding(name: str) ->
     with pytest.raises(UnsupportedModelError, match="rows must not be padded with MiniMaxM3"):
         generate(model_of(name), store, *padded(ROWS))
     assert store.get_seq_length() == 0
-
-
-@pytest.mark.parametrize("part", ["index_keys", "index_beside"])
-@pytest.mark.skipif("deepseek_v32" not in FAMILY_NAMES, reason="no such model yet")
-def test_a_file_whose_index_keys_do_not_fit(part: str, tmp_path: Path) -> None:
-    path, store = tmp_path / "cache", PolicyCache(SNAPKV)
-    generate(model_of("deepseek_v32"), store, torch.tensor(ROWS[:1]))
-    store.save(path)
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    name = f"layers.0.{part}"
-    save_file({**found, name: found[name][:, :, 1:].clone()}, path, metadata)
-    with pytest.raises(ValueError, match=f"{name} must be"):
-        PolicyCache.load(path)
-    without = {each: tensor for each, tensor in found.items() if ".index_" not in each}
-    save_file(without, path, metadata)
-    loaded = PolicyCache.load(path)
-    message = "must hold what layer 0 of the model holds .kind: with an indexer"
-    with pytest.raises(ValueError, match=message), loaded.attached(model_of("deepseek_v32")):
-        pass
 
 
 @pytest.mark.skipif(not OLD, reason="this Transformers' cache holds those positions")

@@ -1,9 +1,9 @@
 """A cache as a file: saved, loaded, refused."""
 
 import copy
+import hashlib
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from kvpolicy import CachePolicy, LayerContext, Scorer, registered
 from kvpolicy.description import describe, from_description
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer
 from kvpolicy.policies import (
     H2O,
     AdaKV,
@@ -192,208 +193,10 @@ def test_what_is_no_regular_file(model: PreTrainedModel, tmp_path: Path) -> None
     assert sorted(each.name[:6] for each in tmp_path.iterdir()) == ["folder", "pipe", "x" * 6]
 
 
-BROKEN: dict[str, tuple[str, Any]] = {
-    "padded must be JSON": ("padded", "{"),
-    "padded must be true or false": ("padded", "3"),
-    "starts_turn must be true or false": ("starts_turn", "null"),
-    "rows_since must be a list with the number of tokens of each row": ("rows_since", "[1, 2, 3]"),
-    "rows_since must be a list .* got \\[99999": ("rows_since", "[99999]"),
-    "policy must be JSON": ("policy", "hello"),
-    "policy must be the description of one": ("policy", "[]"),
-    "query_heads must be a list with an entry a layer": ("query_heads", "[]"),
-    "query_heads must be a multiple of the 2 KV heads of layer 0": ("query_heads", "[3, 4, 4, 4]"),
-    "lacks 'layers.4.keys'": ("query_heads", "[4, 4, 4, 4, 4]"),
-    "layers.1.keys must be of floats": ("layers.1.keys", torch.zeros(1, 2, 3, 4).long()),
-    r"layers.1.keys must be torch.float32 of shape \[1, any, any": (
-        "layers.1.keys",
-        torch.zeros(2, 2, 30, 16),
-    ),
-    r"layers.2.values must be torch.float32 of shape \[1, 2, 30": (
-        "layers.2.values",
-        torch.zeros(1, 2, 29, 16),
-    ),
-    r"layers.2.positions must be torch.int64 of shape \[1, 2, 24\]": (
-        "layers.2.positions",
-        torch.zeros(1, 2, 30).long(),
-    ),
-    "layers.3.positions must be positions below": (
-        "layers.3.positions",
-        torch.full((1, 2, 24), 66),
-    ),
-    "tokens.lengths must be the numbers of valid tokens": (
-        "tokens.lengths",
-        torch.tensor([65]),
-    ),
-    "tokens.valid must be torch.bool of shape": ("tokens.valid", torch.zeros(66).bool()),
-    "tokens.appended must be torch.int64": ("tokens.appended", torch.zeros(2, 6).long()),
-    r"tokens.ids must be torch.int64 of shape \[1, 66\]": ("tokens.ids", torch.zeros(1, 65).long()),
-    "model must be the fingerprint of a model": ("model", "[]"),
-    "model must be the fingerprint of a model: split_with_sizes": ("model.samples", torch.zeros(3)),
-    r"model.samples must be torch.float32 of shape \[any\]": (
-        "model.samples",
-        torch.zeros(3).double(),
-    ),
-    r"tokens.skipped must be torch.int64 of shape \[1\]": ("tokens.skipped", torch.zeros(2).long()),
-    "propagated must be of layers 0 to 3": ("propagated.x", torch.zeros(1, 6).long()),
-    "propagated.2 must be torch.int64": ("propagated.2", torch.zeros(1).long()),
-    "policy must be JSON, got '.{80}...': maximum recursion depth": ("policy", "[" * 100_000),
-    "query_heads must be a multiple of the 2 KV heads of layer 1, at least 1, got 0": (
-        "query_heads",
-        "[6, 0, 6, 6]",
-    ),
-    "query_heads must be a multiple of the 2 KV heads of layer 0, at least 1, got True": (
-        "query_heads",
-        "[true, 6, 6, 6]",
-    ),
-    "query_heads must have an entry for each layer, got 3 of them and layers.3.": (
-        "query_heads",
-        "[6, 6, 6]",
-    ),
-    r"must be the same in every layer, \(6, 2, 8, 8\) in layer 0, got \(8, 2, 8, 8\) in layer 3": (
-        "query_heads",
-        "[6, 6, 6, 8]",
-    ),
-}
-
-
 def contents(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """A file's strings and tensors by name."""
     with safe_open(path, framework="pt") as file:
         return file.metadata(), {each: file.get_tensor(each) for each in file.keys()}  # noqa: SIM118
-
-
-@pytest.mark.parametrize("message", BROKEN)
-def test_a_file_that_does_not_fit_together(
-    model: PreTrainedModel, tmp_path: Path, message: str
-) -> None:
-    path, (name, value) = saved(model, tmp_path), BROKEN[message]
-    metadata, tensors = contents(path)
-    (metadata if isinstance(value, str) else tensors)[name] = value
-    save_file(tensors, path, metadata)
-    with pytest.raises(ValueError, match=message) as raised:
-        PolicyCache.load(path)
-    assert str(path) in str(raised.value)
-
-
-Change = Callable[[dict[str, str], dict[str, Tensor]], object]
-
-
-def of_tensors(change: Callable[[Tensor], Tensor], *names: str) -> Change:
-    """Changes the tensors whose names end like one of ``names``."""
-
-    def changed(metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if name.endswith(names):
-                tensors[name] = change(tensor).contiguous()
-
-    return changed
-
-
-def without_padding(metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
-    assert metadata["padded"] == "true"
-    metadata["padded"] = "false"
-
-
-def all_appended(metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
-    """As if a prompt of no column had been read before what was appended."""
-    valid = tensors["tokens.valid"][:, -8:].clone()
-    tensors["tokens.valid"], tensors["tokens.lengths"] = valid, valid.sum(dim=1)
-    tensors["tokens.ids"] = tensors["tokens.ids"][:, -8:].clone()
-    tensors["tokens.appended"] = (valid.cumsum(dim=1) - 1).masked_fill(~valid, -1)
-
-
-def in_one(*place: int, last: int) -> Callable[[Tensor], Tensor]:
-    """The last of the positions at a place become another one."""
-
-    def changed(positions: Tensor) -> Tensor:
-        positions = positions.clone()
-        positions[place][..., -1] = last
-        return positions
-
-    return changed
-
-
-OF_LAYER_2 = ("layers.2.keys", "layers.2.values")
-EACH_OF_LAYER_2 = (*OF_LAYER_2, "layers.2.positions")
-# What a file of two rows with 40 and 29 tokens of prompt, and 8 and 7 appended, is refused for.
-UNFIT: dict[str, tuple[str, Change]] = {
-    "no KV heads": (
-        "layers.2.keys must have at least one KV head",
-        of_tensors(lambda tensor: tensor[:, :0], *EACH_OF_LAYER_2),
-    ),
-    "one KV head fewer": (
-        r"the same in every layer, \(6, 2, 8, 8\) in layer 0, got \(6, 1, 8, 8\) in layer 2",
-        of_tensors(lambda tensor: tensor[:, :1], *EACH_OF_LAYER_2),
-    ),
-    "other head_dim": (
-        r"the same in every layer, \(6, 2, 8, 8\) in layer 0, got \(6, 2, 5, 5\) in layer 2",
-        of_tensors(lambda tensor: tensor[..., :5], *OF_LAYER_2),
-    ),
-    "head_dim 0 of values": (
-        "layers.0.values must have .* a head_dim of at least 1",
-        of_tensors(lambda tensor: tensor[..., :0], ".values"),
-    ),
-    "other batch": (
-        r"layers.2.keys must be torch.float32 of shape \[2, any, any",
-        of_tensors(lambda tensor: tensor[:1], *EACH_OF_LAYER_2),
-    ),
-    "no rows": (
-        "tokens.valid must have a row and a column at least",
-        of_tensors(lambda tensor: tensor[:0], ""),
-    ),
-    "reversed": (
-        "layers.2.positions must ascend in every row and head",
-        of_tensors(lambda tensor: tensor.flip(2), "layers.2.positions"),
-    ),
-    "twice the same": (
-        "layers.2.positions must ascend .* got 0 after 0 in row 0",
-        of_tensors(torch.zeros_like, "layers.2.positions"),
-    ),
-    "-1 on the right": (
-        "layers.2.positions must ascend .* got -1 after 28 in row 1",
-        of_tensors(
-            lambda tensor: torch.cat([tensor[:1], tensor[1:].roll(-1, 2)]), "layers.2.positions"
-        ),
-    ),
-    "a token that was appended": (
-        r"layers.2.positions must be positions below .* \[40, 29\], or -1",
-        of_tensors(in_one(1, 1, last=29), "layers.2.positions"),
-    ),
-    "passed on twice": (
-        "propagated.1 must ascend .* got 39 after 39 in row 0",
-        of_tensors(lambda tensor: tensor[:, -1:].expand(-1, 2), "propagated.1"),
-    ),
-    "appended at 0": (
-        "tokens.appended must be .*: 40 in row 0, column 0, got 0",
-        of_tensors(torch.zeros_like, "tokens.appended"),
-    ),
-    "appended nothing": (
-        "tokens.appended must be .*: 40 in row 0, column 0, got -1",
-        of_tensors(lambda tensor: tensor * 0 - 1, "tokens.appended"),
-    ),
-    "appended earlier": (
-        "tokens.appended must be .*: 40 in row 0, column 0, got 39",
-        of_tensors(lambda tensor: tensor - (tensor >= 0).long(), "tokens.appended"),
-    ),
-    "appended padding": (
-        "tokens.appended must be .*: -1 in row 1, column 1, got 30",
-        of_tensors(lambda tensor: tensor[:, :1] + torch.arange(tensor.shape[1]), "tokens.appended"),
-    ),
-    "no prompt": ("tokens.appended must be fewer columns than the 8", all_appended),
-    "skipped below 0": (
-        r"tokens.skipped must be at least 0 and at most .* \[40, 29\], got \[-1, -1\]",
-        lambda metadata, tensors: tensors.update({"tokens.skipped": torch.full((2,), -1)}),
-    ),
-    "skipped more than a row has": (
-        r"tokens.skipped must be at least 0 and at most .* \[40, 29\], got \[30, 30\]",
-        lambda metadata, tensors: tensors.update({"tokens.skipped": torch.full((2,), 30)}),
-    ),
-    "skipped of one row": (
-        r"tokens.skipped must be torch.int64 of shape \[2\]",
-        lambda metadata, tensors: tensors.update({"tokens.skipped": torch.zeros(1).long()}),
-    ),
-    "padding denied": ("padded must be true where tokens.valid is False", without_padding),
-}
 
 
 def read(model: PreTrainedModel, cache: PolicyCache, ids: Tensor, mask: Tensor) -> None:
@@ -414,31 +217,82 @@ def two_rows(model: PreTrainedModel, path: Path) -> Path:
     return path / "cache.safetensors"
 
 
-@pytest.mark.parametrize("fault", UNFIT)
-def test_what_no_cache_can_hold(model: PreTrainedModel, tmp_path: Path, fault: str) -> None:
-    path, (message, change) = two_rows(model, tmp_path), UNFIT[fault]
-    PolicyCache.load(path)
+def changed(tensor: Tensor) -> Tensor:
+    """The tensor with one other value; a bool is negated."""
+    tensor = tensor.clone()
+    first = tensor.view(-1)[:1]
+    first.copy_(~first if tensor.dtype == torch.bool else first + 1)
+    return tensor
+
+
+def test_a_file_in_which_anything_was_changed(model: PreTrainedModel, tmp_path: Path) -> None:
+    path = two_rows(model, tmp_path)
     metadata, tensors = contents(path)
-    change(metadata, tensors)
+    groups = {name.partition(".")[0] for name in tensors}
+    assert groups == {"model", "tokens", "layers", "propagated"}
+
+    def refused(metadata: dict[str, str], tensors: dict[str, Tensor], message: str) -> None:
+        save_file(tensors, path, metadata)
+        said = f"path must be a whole file of PolicyCache.save, got {path}: {message}"
+        with pytest.raises(ValueError, match=re.escape(said)):
+            PolicyCache.load(path)
+
+    for name, tensor in tensors.items():
+        without = {other: each for other, each in tensors.items() if other != name}
+        refused(metadata, without, f"it lacks '{name}'")
+        for other in (tensor[..., 1:].contiguous(), tensor.to(torch.float64), changed(tensor)):
+            refused(metadata, {**tensors, name: other}, f"{name} was changed")
+    refused(metadata, {**tensors, "layers.1.queries": torch.zeros(2)}, "layers.1.queries was")
+    text = metadata["contents"]
+    for other in (text.replace("true", "false"), text[:-1], "", "[]"):
+        refused({**metadata, "contents": other}, tensors, "its contents were changed")
+    for name in ("contents", "digest"):
+        rest = {other: each for other, each in metadata.items() if other != name}
+        refused(rest, tensors, f"it lacks '{name}'")
     save_file(tensors, path, metadata)
-    with pytest.raises(ValueError, match=message) as raised:
+    whole = path.read_bytes()
+    for length in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="path must be a file of PolicyCache.save") as raised:
+            PolicyCache.load(path)
+        assert str(path) in str(raised.value)
+    path.write_bytes(whole)
+    PolicyCache.load(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"PolicyLayer", {}', '"PolicyLayer", {"color": 3}'),
+        ('"PolicyLayer"', '"system"'),
+        ('"padded": true', '"coloured": true'),
+        ('"layers": [', '"layers": [3, '),
+        ('"starts_turn"', '"starts"'),
+        ('"starts_turn"', '"deep": ' + "[" * 100_000 + "]" * 100_000 + ', "starts_turn"'),
+    ],
+)
+def test_a_file_that_something_else_has_written(
+    model: PreTrainedModel, tmp_path: Path, old: str, new: str
+) -> None:
+    """With the right digests."""
+    path = two_rows(model, tmp_path)
+    metadata, tensors = contents(path)
+    assert old in metadata["contents"]
+    text = metadata["contents"].replace(old, new)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    save_file(tensors, path, {**metadata, "contents": text, "digest": digest})
+    with pytest.raises(ValueError, match="path must be a whole file of PolicyCache.save") as raised:
         PolicyCache.load(path)
     assert str(path) in str(raised.value)
 
 
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("depth", [50, 300, *range(940, 1000, 6)])
-def test_a_description_that_is_nested_too_deeply(
-    model: PreTrainedModel, tmp_path: Path, depth: int, given: bool
-) -> None:
-    path = saved(model, tmp_path)
-    metadata, tensors = contents(path)
-    inner = '{"type": "sum", "fields": {"scorer": ' * (depth // 2)
-    metadata["policy"] = inner + "null" + "}}" * (depth // 2)
-    save_file(tensors, path, metadata)
-    with pytest.raises(ValueError, match="policy") as raised:
-        PolicyCache.load(path, SnapKV(0.4) if given else None)
-    assert str(path) in str(raised.value)
+def test_a_layer_of_another_kind_than_the_models(model: PreTrainedModel, tmp_path: Path) -> None:
+    """As after an update by which the model's layers count as another kind."""
+    cache = PolicyCache.load(saved(model, tmp_path))
+    cache.layers[1] = EmptyLayer()
+    message = "must hold what layer 1 of the model holds .kind: full attention"
+    with pytest.raises(ValueError, match=message), cache.attached(model):
+        pass
 
 
 def loaded_from(cache: PolicyCache, path: Path) -> PolicyCache:

@@ -262,7 +262,7 @@ def assert_alike(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> Non
 
 def _tensors(layer: Any) -> list[Tensor]:
     """What a layer holds of every token."""
-    index = list(layer.index_tensors()) if getattr(layer, "index", None) is not None else []
+    index = list(layer.index.read()) if getattr(layer, "index", None) is not None else []
     return [layer.keys, layer.values, *(each.float() for each in index if each.shape[3])]
 
 

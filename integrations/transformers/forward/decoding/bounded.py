@@ -18,7 +18,6 @@ from torch import Tensor
 from kvpolicy.integrations.transformers.forward.decoding.choosing import Due, LayerCandidates
 from kvpolicy.integrations.transformers.forward.passes import AtQueries, PassState
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
-from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
@@ -77,9 +76,9 @@ class Bound(AtQueries):
             observed=layer.observed,
         )
         how = self._decoding, at.masks.windows[index], at.call.implementation
-        if isinstance(layer, IndexedLayer):
+        if layer.indexed is not None:
             # A layer that uses the slots of another layer's indexer keeps the same tokens.
-            follows = self._kept if layer.borrows else None
+            follows = self._kept if layer.indexed.borrows else None
             chosen = held.choose(*how, follows=follows, due=self._due)
             self._kept = chosen.indices
         else:

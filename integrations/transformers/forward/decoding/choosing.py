@@ -16,7 +16,6 @@ from kvpolicy.integrations.transformers.forward.layer_contexts import layer_cont
 from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
 from kvpolicy.integrations.transformers.model.rotary import LayerRotary
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
-from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -317,8 +316,8 @@ class Selection:
         None for ``room`` reserves the layer's own number.
         """
         layer, positions = self.held.layer, self.held.positions
-        if isinstance(layer, IndexedLayer):
-            layer.show_held(self.order)
+        if layer.indexed is not None:
+            layer.indexed.show_held(self.order)
         layer.store(*self.held.stored, positions, self.indices, self.carried, room=room)
         if self.observed is not None:
             layer.observed = attrs.evolve(self.observed, carried=layer.observed.carried)

@@ -19,6 +19,10 @@ class LayerKind(abc.ABC):
         name: A few words, as shown in tables.
         attends: Whether the layer has keys, values and queries of its own, by which a policy can
             choose.
+        picks: Whether an indexer picks among its keys.
+        crosses: Whether the layer attends to images instead of tokens.
+        blocks: Whether its indexer picks blocks of slots, counted in the slots that are held.
+        borrows: Whether it has no indexer, and attends to the slots picked by an earlier layer's.
         window: Number of tokens that a token sees, itself included; None if it sees all.
         states: Number of states of either kind that the layer carries from token to token; 0 if it
             has none.
@@ -28,6 +32,10 @@ class LayerKind(abc.ABC):
 
     name: ClassVar[str]
     attends: ClassVar[bool] = True
+    picks: ClassVar[bool] = False
+    crosses: ClassVar[bool] = False
+    blocks: bool = attrs.field(default=False, kw_only=True)
+    borrows: bool = attrs.field(default=False, kw_only=True)
     window: int | None = attrs.field(default=None, kw_only=True)
     states: int = attrs.field(default=0, kw_only=True)
     producer: int | None = attrs.field(default=None, kw_only=True)

@@ -20,6 +20,7 @@ class CrossAttention(LayerKind):
 
     name: ClassVar[str] = "cross attention"
     attends: ClassVar[bool] = False
+    crosses: ClassVar[bool] = True
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:

@@ -21,17 +21,12 @@ class Indexed(LayerKind):
 
     No tokens are dropped between a layer and a later one that uses the slots picked by its indexer.
     Layers with an indexer run for all tokens that reach them, and nothing is compiled. Where blocks
-    are counted with padding, padded rows are refused.
-
-    Args:
-        borrows: Whether the layer has no indexer, and attends to the slots picked by an earlier
-            layer's indexer. It then keeps the same tokens as that layer.
-        blocks: Whether the indexer picks blocks of slots, counted in the slots that are held.
+    are counted with padding, padded rows are refused. A layer that borrows the slots picked by an
+    earlier layer's indexer keeps the same tokens as that layer.
     """
 
     name: ClassVar[str] = "with an indexer"
-    borrows: bool = False
-    blocks: bool = False
+    picks: ClassVar[bool] = True
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:
