@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 from kvpolicy.evaluation.commands.shared import Json, Option, with_policies
-from kvpolicy.evaluation.defaults import DTYPE_NAMES
+from kvpolicy.evaluation.defaults import DTYPE_NAMES, RATES
 from kvpolicy.evaluation.estimate.presets import PRESETS
 from kvpolicy.evaluation.policy_options import PolicyOptions
-
-# The paper's.
-RATES = (0.1, 0.2)
 
 
 @with_policies
