@@ -58,15 +58,11 @@ def estimate(
     if json_file is not None:
         check_file("--json", json_file)
     chosen = chosen_variants(policies, RATES)
-    shape = load_shape(config)
+    shape = load_shape(config, DTYPES[dtype])
     found = []
     for each in chosen:
         with naming(each.label):
-            found.append(
-                estimate_cost(
-                    each.policy, shape, context, answer_len=answer_tokens, dtype=DTYPES[dtype]
-                )
-            )
+            found.append(estimate_cost(each.policy, shape, context, answer_len=answer_tokens))
     head = table.headline(shape, found[0], dtype)
     placed = [
         attrs.evolve(each, policy=each.policy.placed(shape.num_layers, shape.eligible))
