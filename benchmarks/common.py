@@ -95,7 +95,7 @@ def allowed(policy: CachePolicy | None, context: int, model: PreTrainedModel) ->
     """Return the largest possible speed-ups of a policy, under a row's keys."""
     if policy is None:
         return {"prefill_allowed": 1.0, "decode_allowed": 1.0}
-    shape = shape_of(model.config)
+    shape = shape_of(model.config, dtype=model.dtype)
     return {
         "prefill_allowed": allowed_prefill(policy, model, context),
         "decode_allowed": allowed_decode(policy, shape, context, model),
@@ -110,7 +110,7 @@ def allowed_decode(
     These are the weights without the embeddings, of which a token reads one row, and the keys and
     values kept of the prompt.
     """
-    found = estimate_cost(policy, shape, context, dtype=model.dtype)
+    found = estimate_cost(policy, shape, context)
     weights = sum(each.nbytes for each in model.parameters())
     weights -= model.get_input_embeddings().weight.nbytes
     return float((weights + found.full_kv_bytes) / (weights + found.kv_bytes))

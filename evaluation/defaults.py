@@ -14,5 +14,7 @@ CALIBRATION_SEED_OFFSET = 2000
 # hidden state's length, squared.
 CRITERIA = ("argmin", "earliest")
 TOLERANCE = 0.01
-# Rates of a comparison: the paper's two, and one low enough to tell methods apart.
-RATES = (0.02, 0.1, 0.2)
+# The rates of the papers.
+RATES = (0.1, 0.2)
+# The name of the policy that keeps everything.
+FULL_CONTEXT = "full_context"

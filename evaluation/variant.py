@@ -7,7 +7,6 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.evaluation.defaults import RATES
 from kvpolicy.evaluation.refusals import naming
 from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import build_policy, factory_of, name_of, parameters_of, registered
@@ -104,8 +103,8 @@ def retention(rate: float | None, tokens: int | None, known: Mapping[str, Any]) 
 
 
 def variants(
-    names: Sequence[str] | None = None,
-    rates: Sequence[float] = RATES,
+    names: Sequence[str] | None,
+    rates: Sequence[float],
     *,
     tsp_layer: int | None = None,
 ) -> list[Variant]:

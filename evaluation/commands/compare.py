@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from kvpolicy.evaluation.commands import measured
 from kvpolicy.evaluation.commands.shared import (
     Device,
     Dtype,
@@ -13,8 +14,8 @@ from kvpolicy.evaluation.commands.shared import (
     Threads,
     with_policies,
 )
+from kvpolicy.evaluation.defaults import RATES
 from kvpolicy.evaluation.policy_options import PolicyOptions
-from kvpolicy.evaluation.tasks.naming import NAMES, check_task
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,12 +37,7 @@ SHOWN = (
     "streamingllm",
     "random",
 )
-RATES = (0.1, 0.2)
 FILES = ("compare.json", "compare.png")
-_TASKS = (
-    f"What is asked: {', '.join(NAMES)}, or a file of lines "
-    '{"context": "...", "question": "...", "answer": "..."}; repeatable; default: needles.'
-)
 
 
 @with_policies
@@ -52,13 +48,11 @@ def compare(
         list[str] | None,
         Option(
             metavar="NAME",
-            help=_TASKS,
+            help=f"What is asked: {measured.TASKS}; repeatable; default: needles.",
         ),
     ] = None,
-    context: Annotated[int, Option(min=1, metavar="N", help="Tokens of a prompt, at most.")] = 1500,
-    count: Annotated[
-        int, Option(min=1, metavar="N", help="Prompts of each task; of a file the first ones.")
-    ] = 16,
+    context: measured.Context = 1500,
+    count: measured.Count = 16,
     later: Annotated[
         bool,
         Option("--later", help="Policies read the document before they know the question."),
@@ -71,7 +65,7 @@ def compare(
             help="Layers such as 7,14,21: policies that drop tokens get a row for each.",
         ),
     ] = None,
-    seed: Annotated[int, Option(metavar="N", help="Of the prompts.")] = 0,
+    seed: measured.Seed = 0,
     rounds: Annotated[
         int,
         Option(min=0, metavar="N", help="Prompts that are timed; fewer than 5 tell no time."),
@@ -82,9 +76,7 @@ def compare(
     threads: Threads = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
-    out: Annotated[
-        Path | None, Option(metavar="DIR", help=f"Folder for {' and '.join(FILES)}.")
-    ] = None,
+    out: measured.Out = None,
     policies: PolicyOptions,
 ) -> None:
     """Compare policies with full context: right answers, probability, memory and time.
@@ -93,8 +85,7 @@ def compare(
     tokens of real text. --all compares every policy.
     """
     tasks = tuple(dict.fromkeys(task or ("needles",)))
-    for each in tasks:
-        check_task(each)
+    threads = measured.check_before(out, FILES, threads, *tasks)
     layers = _layers(tsp_layers)
 
     import attrs
@@ -103,8 +94,6 @@ def compare(
     from kvpolicy.evaluation.chosen import chosen_variants
     from kvpolicy.evaluation.commands.terminal import load_shown, plain_console, progress_shown
     from kvpolicy.evaluation.comparison.study import compare as run_comparison
-    from kvpolicy.evaluation.extras import require
-    from kvpolicy.evaluation.results import check_folder, check_threads, default_threads
     from kvpolicy.evaluation.tasks.naming import task_named
 
     if not (policies.names or policies.parts or all_policies):
@@ -112,11 +101,7 @@ def compare(
     chosen = chosen_variants(policies, policies.rates or RATES)
     if layers:
         chosen = [each for one in chosen for each in one.at_layers(layers)]
-    if out is not None:
-        check_folder(out, FILES)
-        require("matplotlib", extra="plot")
-    used = default_threads() if threads is None else check_threads(threads)
-    torch.set_num_threads(used)
+    torch.set_num_threads(threads)
     loaded = load_shown(model, dtype=dtype, device=device)
     for variant in chosen:
         variant.check_model(loaded.model.config.num_hidden_layers)
@@ -127,7 +112,7 @@ def compare(
     ]
     console = plain_console()
     said = f"{len(questions)} prompts of {', '.join(tasks)}, up to {context:,} tokens"
-    _headline(console, loaded, used, said + (", the question asked later" if later else ""))
+    _headline(console, loaded, threads, said + (", the question asked later" if later else ""))
     settings = {
         "model": loaded.name,
         "dtype": loaded.dtype,

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 from kvpolicy.evaluation.commands.shared import Json, Option, with_policies
-from kvpolicy.evaluation.defaults import DTYPE_NAMES
+from kvpolicy.evaluation.defaults import DTYPE_NAMES, RATES
 from kvpolicy.evaluation.estimate.presets import PRESETS
 from kvpolicy.evaluation.policy_options import PolicyOptions
-
-# The paper's.
-RATES = (0.1, 0.2)
 
 
 @with_policies
@@ -61,15 +58,11 @@ def estimate(
     if json_file is not None:
         check_file("--json", json_file)
     chosen = chosen_variants(policies, RATES)
-    shape = load_shape(config)
+    shape = load_shape(config, DTYPES[dtype])
     found = []
     for each in chosen:
         with naming(each.label):
-            found.append(
-                estimate_cost(
-                    each.policy, shape, context, answer_len=answer_tokens, dtype=DTYPES[dtype]
-                )
-            )
+            found.append(estimate_cost(each.policy, shape, context, answer_len=answer_tokens))
     head = table.headline(shape, found[0], dtype)
     placed = [
         attrs.evolve(each, policy=each.policy.placed(shape.num_layers, shape.eligible))

@@ -14,6 +14,7 @@ from kvpolicy.evaluation.commands.shared import (
     Threads,
     with_policies,
 )
+from kvpolicy.evaluation.defaults import FULL_CONTEXT
 from kvpolicy.evaluation.policy_options import PolicyOptions, split_names
 
 if TYPE_CHECKING:
@@ -79,17 +80,12 @@ def eval(
     require("matplotlib", extra="plot")
 
     from kvpolicy.evaluation.suite.answering import answering_model, check_prompts, fill
-    from kvpolicy.evaluation.suite.folder import (
-        FULL_CONTEXT,
-        check_same,
-        read_settings,
-        settings_of,
-    )
+    from kvpolicy.evaluation.suite.folder import check_same, read_settings, settings_of
     from kvpolicy.evaluation.suite.tasks import How, find_tasks, make_prompts
 
     if not (policies.names or policies.parts):
         policies = attrs.evolve(policies, names=("fastkv",))
-    found = [*variants([FULL_CONTEXT]), *chosen_variants(policies, (0.1,))]
+    found = [*variants([FULL_CONTEXT], ()), *chosen_variants(policies, (0.1,))]
     chosen = [*{each.label: each for each in found}.values()]
     threads = threads or (read_settings(out) or {}).get("threads")
     folders = find_tasks(names, include or ())

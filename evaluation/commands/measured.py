@@ -1,4 +1,4 @@
-"""What `kvpolicy analyze` and `kvpolicy calibrate` share: options, prompts and files."""
+"""What `kvpolicy analyze`, `calibrate` and `compare` share: options, prompts and files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,11 @@ if TYPE_CHECKING:
 
     from kvpolicy.evaluation.models import Loaded
 
-Task = Annotated[
-    str,
-    Option(
-        metavar="NAME",
-        help=f"Prompts: {', '.join(NAMES)}, or a file of lines "
-        '{"context": "...", "question": "...", "answer": "..."}; answers are not read.',
-    ),
-]
+TASKS = f"""{", ".join(NAMES)}, or a file of lines \
+{{"context": "...", "question": "...", "answer": "..."}}"""
+Task = Annotated[str, Option(metavar="NAME", help=f"Prompts: {TASKS}; answers are not read.")]
 Context = Annotated[int, Option(min=1, metavar="N", help="Tokens of a prompt, at most.")]
-Count = Annotated[int, Option(min=1, metavar="N", help="Prompts; of a file the first ones.")]
+Count = Annotated[int, Option(min=1, metavar="N", help="Prompts of a task; of a file the first.")]
 Seed = Annotated[int, Option(metavar="N", help="Of the prompts.")]
 TspRate = Annotated[
     float,
@@ -37,12 +32,13 @@ TspRate = Annotated[
 Out = Annotated[Path | None, Option(metavar="DIR", help="Folder to write numbers and picture to.")]
 
 
-def check_before(out: Path | None, names: Sequence[str], threads: int | None, task: str) -> int:
+def check_before(out: Path | None, names: Sequence[str], threads: int | None, *tasks: str) -> int:
     """Check options before torch is imported; return the number of threads."""
     if out is not None:
         check_folder(out, names)
         require("matplotlib", extra="plot")
-    check_task(task)
+    for task in tasks:
+        check_task(task)
     return check_threads(default_threads() if threads is None else threads)
 
 

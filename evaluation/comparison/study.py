@@ -10,6 +10,7 @@ import attrs
 from kvpolicy.evaluation.asking import Asked, check_fits
 from kvpolicy.evaluation.cells import Cell, Compared, cell_of, compared
 from kvpolicy.evaluation.comparison.times import Times, measure_times
+from kvpolicy.evaluation.defaults import FULL_CONTEXT
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.scoring import Outcome, outcomes
 from kvpolicy.evaluation.variant import Variant
@@ -18,7 +19,7 @@ from kvpolicy.policies import FullContext
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FULL_CONTEXT = Variant("full_context", FullContext())
+FULL = Variant(FULL_CONTEXT, FullContext())
 ALL = "all"
 """The kind of a cell that sums up the questions of all kinds."""
 
@@ -144,14 +145,14 @@ def compare(
         ValueError: There are no questions, one does not fit into the model's positions, two
             variants have one label, or a policy does not fit the model.
     """
-    chosen = [FULL_CONTEXT, *(each for each in variants if each.name != FULL_CONTEXT.name)]
+    chosen = [FULL, *(each for each in variants if each.name != FULL_CONTEXT)]
     labels = [variant.label for variant in chosen]
     if len(set(labels)) < len(labels):
         raise ValueError(f"variants must have different labels, got {', '.join(labels)}")
     check_fits(model, questions)
     for variant in chosen:
         variant.check_model(model.config.num_hidden_layers)
-    policies = {each.label: None if each is FULL_CONTEXT else each.policy for each in chosen}
+    policies = {each.label: None if each is FULL else each.policy for each in chosen}
     found: list[Outcome] = []
     times: dict[str, Times] = {}
     try:
@@ -213,9 +214,7 @@ def _comparison(
                     kind: cell_of(variant.label, kind, [it for it in own if it.kind == kind])
                     for kind in kinds
                 },
-                None
-                if variant is FULL_CONTEXT
-                else compared(found, variant.label, FULL_CONTEXT.label),
+                None if variant is FULL else compared(found, variant.label, FULL.label),
                 times.get(variant.label),
             )
         )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from kvpolicy.evaluation.cells import Cell
 from kvpolicy.evaluation.comparison.study import Comparison, Row
 from kvpolicy.evaluation.variant import Variant
 
@@ -79,9 +80,8 @@ def comparison_table(found: Comparison) -> Table:
     return table
 
 
-def _right(cell: object) -> str:
-    score, count = getattr(cell, "score"), getattr(cell, "count")  # noqa: B009
-    return "" if score is None else f"{round(score * count, 1):g}"
+def _right(cell: Cell) -> str:
+    return "" if cell.score is None else f"{round(cell.score * cell.count, 1):g}"
 
 
 def _time(found: Comparison, row: Row, what: str) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
-import torch
 
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.decoding import DecodingEviction
@@ -94,7 +93,6 @@ def estimate_cost(
     context_len: int,
     *,
     answer_len: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
 ) -> Estimate:
     """Estimate what one prompt and its answer cost under a policy, without running a model.
 
@@ -107,11 +105,9 @@ def estimate_cost(
         context_len: Tokens of the prompt, at least 1.
         answer_len: Tokens of the answer that are read into the cache. Of those that ``generate``
             returns, the last is not.
-        dtype: Of weights, keys and values, and of states that are not in float32 anyway.
 
     Raises:
-        TypeError: ``policy``, ``shape``, ``context_len``, ``answer_len`` or ``dtype`` is not of its
-            type.
+        TypeError: ``policy``, ``shape``, ``context_len`` or ``answer_len`` is not of its type.
         ValueError: ``context_len`` is below 1, ``answer_len`` below 0, or a layer of the policy
             lies outside the model.
 
@@ -125,8 +121,6 @@ def estimate_cost(
     if not isinstance(policy, CachePolicy):
         raise TypeError(f"policy must be a CachePolicy, got {policy!r}")
     check_kind("shape", shape, ModelShape)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
     check_count("context_len", context_len, minimum=1)
     check_count("answer_len", answer_len, minimum=0)
     policy = policy.placed(shape.num_layers, shape.eligible)
@@ -145,20 +139,20 @@ def estimate_cost(
     return Estimate(
         context_len=context_len,
         answer_len=answer_len,
-        weight_bytes=shape.parameters * dtype.itemsize,
+        weight_bytes=shape.weight_bytes,
         compute_rate=(
             None if by_content else policy.prefill_compute_rate(shape.num_layers, context_len)
         ),
         kept_tokens=kept,
         answered_tokens=_answered(kept, policy.decoding, shape, context_len, answer_len),
-        token_bytes=tuple(layer.token_bytes(dtype.itemsize) for layer in shape.layers),
-        state_bytes=sum(layer.state_bytes(dtype.itemsize) for layer in shape.layers),
+        token_bytes=tuple(layer.token_bytes for layer in shape.layers),
+        state_bytes=sum(layer.state_bytes for layer in shape.layers),
     )
 
 
 def _kept(layer: LayerShape, arriving: float, chosen: float, context_len: float) -> float:
     """Return how many of a layer's tokens are kept: the policy's choice, or the window's length."""
-    if not layer.token_elements:
+    if not layer.token_bytes:
         return 0.0
     if layer.window is None or context_len <= layer.window:
         return min(arriving, chosen)
@@ -188,7 +182,7 @@ def _answered(
             if layer.window is not None and layer.window < seen:
                 most[index] = layer.held(seen)
     return tuple(
-        min(tokens + evicted, limit) + answer_len - evicted if layer.token_elements else 0.0
+        min(tokens + evicted, limit) + answer_len - evicted if layer.token_bytes else 0.0
         for layer, tokens, limit in zip(shape.layers, kept, most, strict=True)
     )
 

@@ -13,12 +13,10 @@ class LayerShape:
 
     Args:
         kind: A few words for headlines, such as ``"full attention"``.
-        token_elements: Numbers that the layer holds for each token: a key and a value for every
-            KV head, or a latent; 0 if it holds nothing for a token, or uses another layer's keys.
-        place_bytes: Bytes for each token beside these, whatever the model's precision: the
-            position ids by which index keys are rotated.
-        state_elements: Numbers of the state that it holds, however many tokens there are.
-        float_state_elements: Of them, those that are in float32 whatever the model's precision.
+        token_bytes: Bytes that the layer holds for each token: a key and a value for every KV head,
+            or a latent; 0 if it holds nothing for a token, or uses another layer's keys.
+        state_bytes: Bytes of the state that it holds, however many tokens there are.
+        state_elements: Numbers of this state.
         window: Tokens that one of its tokens sees, itself included; None if it sees all.
         chunked: Whether the window is a chunk of the context, which begins at a multiple of it.
 
@@ -27,48 +25,33 @@ class LayerShape:
         ValueError: A size is below its least.
 
     Example:
-        >>> LayerShape("full attention", token_elements=2 * 8 * 128).token_bytes(itemsize=2)
-        4096
+        >>> LayerShape("full attention", token_bytes=2 * 8 * 128 * 2).held(100)
+        100
     """
 
     kind: str
-    token_elements: int = 0
-    place_bytes: int = 0
+    token_bytes: int = 0
+    state_bytes: int = 0
     state_elements: int = 0
-    float_state_elements: int = 0
     window: int | None = None
     chunked: bool = False
 
     def __attrs_post_init__(self) -> None:
-        for size in ("token_elements", "place_bytes", "state_elements", "float_state_elements"):
+        for size in ("token_bytes", "state_bytes", "state_elements"):
             check_count(size, getattr(self, size), minimum=0)
         if self.window is not None:
             check_count("window", self.window, minimum=1)
-        if self.float_state_elements > self.state_elements:
-            raise ValueError(
-                f"float_state_elements must be among the {self.state_elements} state_elements, "
-                f"got {self.float_state_elements}"
-            )
 
     @property
     def chooses(self) -> bool:
         """True if a policy chooses tokens at this layer: it holds keys and has no window."""
-        return bool(self.token_elements) and self.window is None
+        return bool(self.token_bytes) and self.window is None
 
     def held(self, context_len: float) -> float:
         """Return how many tokens the layer holds without eviction: at most its window."""
         if self.window is None or context_len <= self.window:
             return context_len
         return context_len % self.window if self.chunked else self.window - 1
-
-    def token_bytes(self, itemsize: int) -> int:
-        """Return the bytes that the layer holds for a token, given the bytes of a number."""
-        return self.token_elements * itemsize + self.place_bytes
-
-    def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of one sequence's recurrent state, given the bytes of a number."""
-        own = self.state_elements - self.float_state_elements
-        return own * itemsize + self.float_state_elements * 4
 
 
 @attrs.frozen
@@ -78,7 +61,7 @@ class ModelShape:
     Args:
         name: What to call it.
         layers: What each layer holds, in their order.
-        parameters: Numbers of all weights; those that two modules share count once.
+        weight_bytes: Bytes of all weights; those that two modules share count once.
         max_positions: Tokens that the model is made for; None if that is not known.
 
     Raises:
@@ -86,18 +69,18 @@ class ModelShape:
         ValueError: A size is below its least, or there are no layers.
 
     Example:
-        >>> layer = LayerShape("full attention", token_elements=12)
-        >>> ModelShape("tiny", (layer,) * 5, parameters=1000).num_layers
+        >>> layer = LayerShape("full attention", token_bytes=24)
+        >>> ModelShape("tiny", (layer,) * 5, weight_bytes=2000).num_layers
         5
     """
 
     name: str
     layers: tuple[LayerShape, ...]
-    parameters: int
+    weight_bytes: int
     max_positions: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        check_count("parameters", self.parameters, minimum=0)
+        check_count("weight_bytes", self.weight_bytes, minimum=0)
         if self.max_positions is not None:
             check_count("max_positions", self.max_positions, minimum=1)
         if not isinstance(self.layers, tuple) or not all(

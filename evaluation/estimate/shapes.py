@@ -8,6 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvpolicy.checks import check_kind
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.evaluation.estimate.model_shape import ModelShape
@@ -15,12 +17,13 @@ from kvpolicy.evaluation.estimate.presets import PRESETS, preset_name
 from kvpolicy.evaluation.model_names import cached_config, is_hub_name
 
 
-def load_shape(name: str) -> ModelShape:
+def load_shape(name: str, dtype: torch.dtype = torch.bfloat16) -> ModelShape:
     """Load a model's layer sizes from a preset or a configuration on disk, without network.
 
     Args:
         name: A preset or its name on the Hugging Face Hub, in upper or lower case; a folder with a
             ``config.json``; such a file; or any name on the Hub that the local cache holds.
+        dtype: See `shape_of`.
 
     Raises:
         TypeError: ``name`` is not a str.
@@ -33,7 +36,9 @@ def load_shape(name: str) -> ModelShape:
     """
     check_kind("name", name, str)
     preset = preset_name(name)
-    return shape_of(_read_config(name), name) if preset is None else _preset_shape(preset)
+    if preset is None:
+        return shape_of(_read_config(name), name, dtype)
+    return _preset_shape(preset, dtype)
 
 
 def load_config(name: str) -> Any:
@@ -48,32 +53,35 @@ def load_config(name: str) -> Any:
 
 
 @functools.cache
-def _preset_shape(name: str) -> ModelShape:
-    return shape_of(load_config(name), name)
+def _preset_shape(name: str, dtype: torch.dtype) -> ModelShape:
+    return shape_of(load_config(name), name, dtype)
 
 
-def shape_of(config: Any, name: str = "model") -> ModelShape:
+def shape_of(config: Any, name: str = "model", dtype: torch.dtype = torch.bfloat16) -> ModelShape:
     """Return a model's layer sizes, from its Transformers configuration.
 
     Args:
         config: A configuration of Transformers; one of several modalities counts as its text
             decoder.
         name: What to call the shape.
+        dtype: Of weights, keys and values, and of states that have no dtype of their own.
 
     Raises:
-        TypeError: ``config`` is no configuration.
+        TypeError: ``config`` is no configuration, or ``dtype`` no dtype.
         UnsupportedModelError: Transformers cannot make a decoder of it, or one whose layers hold
             keys and values.
     """
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"config must be a configuration of Transformers, got {config!r}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
     from kvpolicy.evaluation.estimate.tracing import trace  # which needs Transformers
 
     text = config.get_text_config(decoder=True)
     _size(text, name, "num_hidden_layers")
     most = getattr(text, "max_position_embeddings", None)
-    layers, parameters = trace(config, name)
-    return ModelShape(name, layers, parameters, most)
+    layers, weight_bytes = trace(config, name, dtype)
+    return ModelShape(name, layers, weight_bytes, most)
 
 
 def _read_config(name: str) -> Any:

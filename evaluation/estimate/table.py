@@ -45,8 +45,8 @@ def _bytes_text(size: int) -> str:
 def _layer_text(layer: LayerShape) -> str:
     """Describe a layer as text: its kind, what it holds for a token, its window and its state."""
     parts = [layer.kind]
-    if layer.token_elements:
-        parts.append(f"{layer.token_elements:,} numbers a token")
+    if layer.token_bytes:
+        parts.append(f"{layer.token_bytes:,} bytes a token")
     if layer.window is not None:
         parts.append(f"{'chunks' if layer.chunked else 'a window'} of {layer.window:,}")
     if layer.state_elements:

@@ -31,16 +31,15 @@ from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.surface import CACHE, cache_of
 
 TOKENS = 2
-# The model's precision; states in another precision keep it whatever the model's is.
-DTYPE = torch.bfloat16
 
 
-def trace(config: Any, name: str) -> tuple[tuple[LayerShape, ...], int]:
-    """Return what each layer of a decoder holds, and the number of the model's weights.
+def trace(config: Any, name: str, dtype: torch.dtype) -> tuple[tuple[LayerShape, ...], int]:
+    """Return what each layer of a decoder holds, and the bytes of the model's weights.
 
     Args:
         config: The model's configuration; of one of several modalities the text decoder counts.
         name: What to call it in messages.
+        dtype: The model's; some states have their own.
 
     Raises:
         UnsupportedModelError: A policy cannot be applied to it, or it cannot be built or run
@@ -50,7 +49,7 @@ def trace(config: Any, name: str) -> tuple[tuple[LayerShape, ...], int]:
     text = config.get_text_config(decoder=True)
     try:
         with _without_numbers():
-            model = _built(config, text)
+            model = _built(config, text, dtype)
             parts = ModelParts(model)
             if not parts.shows_queries:
                 raise UnsupportedModelError(
@@ -78,18 +77,18 @@ def trace(config: Any, name: str) -> tuple[tuple[LayerShape, ...], int]:
         states = _states(cache, index, cached)
         layer = LayerShape(
             kind.name,
-            token_elements=_token_elements(cached),
-            place_bytes=places * isinstance(getattr(cached, "indexer_keys", None), Tensor),
+            token_bytes=_token_bytes(cached)
+            + places * isinstance(getattr(cached, "indexer_keys", None), Tensor),
+            state_bytes=sum(each.nbytes for each in states),
             state_elements=sum(each.numel() for each in states),
-            float_state_elements=sum(each.numel() for each in states if each.dtype != DTYPE),
             window=kind.window,
             chunked=isinstance(kind, ChunkedAttention),
         )
         found.append(layer)
-    return tuple(found), sum(each.numel() for each in model.parameters())
+    return tuple(found), dtype.itemsize * sum(each.numel() for each in model.parameters())
 
 
-def _built(config: Any, text: Any) -> nn.Module:
+def _built(config: Any, text: Any, dtype: torch.dtype) -> nn.Module:
     """Build a model on the `meta` device from its configuration, without weights."""
     makers: list[tuple[Any, Any]] = [
         (AutoModelForCausalLM, text),
@@ -98,7 +97,7 @@ def _built(config: Any, text: Any) -> nn.Module:
     ]
     known = (pair for pair in makers if type(pair[1]) in pair[0]._model_mapping)
     maker, made_of = next(known, makers[-1])
-    model: Any = maker.from_config(made_of, dtype=DTYPE, attn_implementation="eager")
+    model: Any = maker.from_config(made_of, dtype=dtype, attn_implementation="eager")
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")
     built: nn.Module = model.eval()
@@ -120,11 +119,11 @@ def _without_numbers() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _token_elements(cached: Any) -> int:
-    """Return how many numbers a layer holds for a token: keys, values and index keys."""
+def _token_bytes(cached: Any) -> int:
+    """Return how many bytes a layer holds for a token: keys, values and index keys."""
     names = ("keys", "values", "indexer_keys", "prefill_keys", "prefill_values")
     held = (getattr(cached, name, None) for name in names)
-    return sum(each.numel() // TOKENS for each in held if isinstance(each, Tensor))
+    return sum(each.nbytes // TOKENS for each in held if isinstance(each, Tensor))
 
 
 def _states(cache: Any, index: int, cached: Any) -> list[Tensor]:

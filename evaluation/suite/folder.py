@@ -17,12 +17,12 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.evaluation.defaults import FULL_CONTEXT
 from kvpolicy.evaluation.models import Loaded
 from kvpolicy.evaluation.results import as_json, check_folder, environment, write_all
 
 SETTINGS, CELLS = "settings.json", "cells"
 FILES = ("table.md", "table.csv", "picture.png")
-FULL_CONTEXT = "full_context"
 FORMAT = 1
 
 

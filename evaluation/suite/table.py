@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from kvpolicy.evaluation.defaults import FULL_CONTEXT
 from kvpolicy.evaluation.intervals import paired_difference, share_interval
 from kvpolicy.evaluation.pictures import Cell as Square
 from kvpolicy.evaluation.pictures import accuracy_colour, draw_grid, new_figure, png, row_axis
-from kvpolicy.evaluation.suite.folder import FULL_CONTEXT, Cell, Sample
+from kvpolicy.evaluation.suite.folder import Cell, Sample
 
 HEADERS = ("policy", "n", "score [95%]", "to full [95%]", "KV MB", "prefill s")
 LEGEND = (

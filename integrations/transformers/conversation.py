@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import warnings
@@ -9,28 +10,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
+from torch import Tensor
+
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.errors import CacheInUseError
 from kvpolicy.integrations.transformers.cache import PolicyCache
-from kvpolicy.integrations.transformers.chat.reading import (
-    ChatReading,
-    Mark,
-)
-from kvpolicy.integrations.transformers.chat.saving import SavedChat
-from kvpolicy.integrations.transformers.chat.template import (
-    ChatTemplate,
-    Message,
-    copy_of,
-    images_of,
-)
-from kvpolicy.integrations.transformers.chat.turn import (
-    ChatTurn,
-    check_beams,
-    check_known,
-    complete,
-)
+from kvpolicy.integrations.transformers.chat.reading import ChatReading, complete, offsets_of
+from kvpolicy.integrations.transformers.chat.saving import packed, unpacked
+from kvpolicy.integrations.transformers.chat.template import ChatTemplate, Message, images_of
 from kvpolicy.integrations.transformers.document import check_options
-from kvpolicy.integrations.transformers.state.report import CacheReport, held_in_words
+from kvpolicy.integrations.transformers.state.report import held_in_words
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.policy import CachePolicy
 
@@ -66,10 +56,9 @@ class Conversation:
 
     The cache is reused as long as the text of the whole conversation begins with the text that was
     read. The ids of answers stay as they were generated, even if the tokenizer would encode their
-    text differently. If the template changes the last answer or its beginning, as templates of
-    thinking models do, only this answer is read again. The whole conversation is read again, in one
-    turn and with a `RereadingWarning`, if earlier text changes, because of the template or of your
-    changes to ``messages``, or if images are added after the first turn.
+    text differently. If earlier text has changed, because the template removes the thoughts of
+    answers or because you changed ``messages``, or if images were added after the first turn, then
+    the whole conversation is read again, in one turn and with a `RereadingWarning`.
 
     A call that fails or is interrupted leaves the conversation as it was. During a call, the cache
     from before the call and the new one are both in memory.
@@ -109,23 +98,17 @@ class Conversation:
         self._model = model
         self._reading = ChatReading(cache)
         self._added: list[dict[str, Any]] = []
-        self._thread: threading.Thread | None = None
+        self._thread = threading.current_thread().name
         self._lock = threading.Lock()
         self.messages: list[Message] = []
         self.rereadings = 0
         if system is not None:
-            content = self._template.content_of([_text_part("system", system)])
-            self.messages.append({"role": "system", "content": content})
+            self.messages.append(self._message("system", [_text_part("system", system)]))
 
     @property
     def cache(self) -> PolicyCache:
         """The cache with all that was read; for calls of your own, use a copy of it."""
         return self._reading.cache
-
-    @property
-    def policy(self) -> CachePolicy:
-        """The policy that chooses which tokens are kept."""
-        return self.cache.policy
 
     def __repr__(self) -> str:
         turns = sum(message.get("role") == "assistant" for message in self.messages)
@@ -133,12 +116,8 @@ class Conversation:
         said = [f"{turns} turn{'' if turns == 1 else 's'}", held]
         if self.rereadings:
             said.append(f"reread {self.rereadings} time{'' if self.rereadings == 1 else 's'}")
-        name = f"{type(self).__name__}({type(self._model).__name__}, {self.policy})"
+        name = f"{type(self).__name__}({type(self._model).__name__}, {self.cache.policy})"
         return f"{name}: {', '.join(said)}"
-
-    def report(self) -> CacheReport:
-        """Report how many tokens and bytes are held, next to those of a full cache."""
-        return self.cache.report()
 
     def add_document(self, text: str) -> None:
         """Add a document to the beginning of the next question's message.
@@ -196,31 +175,29 @@ class Conversation:
                     "max_new_tokens", max_new_tokens, minimum=1
                 )
             messages = [*self.messages, *self._said(text)]
-            check_beams(self._model, self.cache, generation)
-            config = complete(self._model, self._template.tokenizer, generation)
-            turn, anew = self._turn(messages)
-            if anew:
-                change = self._reading.change(turn.text, turn.images)
-                warnings.warn(
-                    f"the conversation is read again from its start, {len(turn.ids)} tokens: "
-                    f"{change}",
-                    RereadingWarning,
-                    stacklevel=2,
-                )
-            answer = turn.answer(self._model, config, generation)
-            reading = turn.answered(self._model, self._template, answer, config.num_beams)
-            message = self._template.message_of(answer, config.eos_token_id)
+            config = complete(self._model, self._template.tokenizer, self.cache, generation)
+            turn, inputs, anew = self._turn(messages)
+            answer = turn.answered(self._model, inputs, config, generation)
+            ends = config.eos_token_id  # which the template writes itself
+            ended = answer[-1] in (ends if isinstance(ends, list) else [ends])
+            own = answer[:-1] if ended else answer
+            said = self._template.decode(own)
             # Nothing before has changed the conversation, and nothing from here on fails.
-            self._reading, self._added = reading, []
-            self.messages[:] = [*messages, message]
+            self._reading = attrs.evolve(
+                turn, answer=said, ids=(*turn.ids, *own), offsets=offsets_of(self._model)
+            )
+            self._added = []
+            self.messages[:] = [*messages, self._message("assistant", [_part(said)])]
             self.rereadings += anew
         return self._template.decode(answer, special=False)
+
+    def _message(self, role: str, parts: list[dict[str, Any]]) -> Message:
+        return {"role": role, "content": self._template.content_of(parts)}
 
     def _said(self, text: str | None) -> list[Message]:
         """Return the user's new message as a list; empty if ``text`` is None."""
         if text is not None:
-            parts = [*self._added, _text_part("text", text)]
-            return [{"role": "user", "content": self._template.content_of(parts)}]
+            return [self._message("user", [*self._added, _text_part("text", text)])]
         if self._added or not self.messages or self.messages[-1].get("role") == "assistant":
             raise ValueError(
                 "text must be a str if documents or images were added, or if no message waits "
@@ -228,51 +205,39 @@ class Conversation:
             )
         return []
 
-    def _turn(self, messages: list[Message]) -> tuple[ChatTurn, bool]:
-        """Return the next turn, and whether the conversation is read again from its start."""
-        template, before = self._template, self._reading
+    def _turn(self, messages: list[Message]) -> tuple[ChatReading, dict[str, Tensor], bool]:
+        """Return the next turn, the model's other inputs for it, and whether all is read anew."""
+        before, template = self._reading, self._template
         text, images = template.render(messages), images_of(messages)
-        start = before.until(text) if before.has_images(images) else None
-        anew = start is None
-        if start is None:
-            before, start = ChatReading(PolicyCache(self.policy, self.cache.storage)), Mark(0, 0)
-        if images and not start.ids:
-            ids, inputs = template.read_images(messages)
-        else:
-            ids = [*before.ids[: start.ids], *template.ids(text, start.chars)]
-            inputs = before.inputs_for(len(ids))
-        check_known(self._model, ids)
-        lasting = self._lasting(messages, text, ids, start) or Mark(len(ids), len(text))
-        turn = ChatTurn(
-            before.copied(start), text, ids, lasting, inputs, tuple(images), before.offsets
-        )
-        return turn, anew and bool(self._reading.ids)
-
-    def _lasting(
-        self, messages: list[Message], text: str, ids: list[int], start: Mark
-    ) -> Mark | None:
-        """Return the mark up to which later turns repeat the text; None if they repeat all."""
-        chars = self._template.lasting(messages, text)
-        if not start.chars < chars < len(text):
-            return None
-        passing = self._template.ids(text, chars)
-        count = len(ids) - len(passing)
-        return Mark(count, chars) if start.ids < count and ids[count:] == passing else None
+        start = before.new_from(text, images)
+        if start is not None:
+            turn = before.with_text(text, template.ids(text, start))
+            return turn, turn.of_tokens, False
+        ids, inputs = template.read_images(messages) if images else (template.ids(text, 0), {})
+        if before.ids:
+            warnings.warn(
+                f"the conversation is read again from its start, {len(ids)} tokens: "
+                f"{before.change(text, images)}",
+                RereadingWarning,
+                stacklevel=3,
+            )
+        of_tokens = {name: each for name, each in inputs.items() if each.shape == (1, len(ids))}
+        cache = PolicyCache(self.cache.policy, self.cache.storage)
+        turn = ChatReading(cache, text, ids=tuple(ids), images=tuple(images), of_tokens=of_tokens)
+        return turn, inputs, bool(before.ids)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep other threads from using the conversation in a ``with`` block."""
         if not self._lock.acquire(blocking=False):
-            name = None if self._thread is None else self._thread.name
             raise CacheInUseError(
-                f"conversation must be used by one thread at a time, but thread {name!r} is using "
-                "it; give every thread a fork()"
+                f"conversation must be used by one thread at a time, but thread {self._thread!r} "
+                "is using it; give every thread a fork()"
             )
-        self._thread = threading.current_thread()
+        self._thread = threading.current_thread().name
         try:
             yield
         finally:
-            self._thread = None
             self._lock.release()
 
     def fork(self) -> Conversation:
@@ -284,13 +249,13 @@ class Conversation:
             CacheInUseError: The conversation is being used.
         """
         with self._alone():
+            images = {id(each): each for each in images_of(self.messages)}  # are not copied
             fork = object.__new__(type(self))
             fork.__dict__.update(
                 self.__dict__,
-                messages=copy_of(self.messages),
+                messages=copy.deepcopy(self.messages, images),
                 _added=list(self._added),
                 _lock=threading.Lock(),
-                _thread=None,
             )
             return fork
 
@@ -312,15 +277,15 @@ class Conversation:
                 raise ValueError(
                     "conversation must have an answer to be saved, got one that has read nothing"
                 )
-            saved = SavedChat(
-                self.messages,
-                self._added,
+            text = packed(
                 self._reading,
-                self._template.options,
-                self._template.fingerprint(),
-                self.rereadings,
+                messages=self.messages,
+                added=self._added,
+                template_options=self._template.options,
+                vocabulary=self._template.fingerprint(),
+                rereadings=self.rereadings,
             )
-            self.cache._to_save().write(path, conversation=saved.packed())
+            self.cache._to_save().write(path, conversation=text)
 
     @classmethod
     def load(
@@ -349,17 +314,18 @@ class Conversation:
                 or the tokenizer is a different one.
         """
         cache = PolicyCache.load(path, policy, storage)
-        saved = SavedChat.read(path, cache)
-        made = cls(model, tokenizer, cache.policy, template_options=saved.options, storage=storage)
-        if made._template.fingerprint() != saved.vocabulary:
+        reading, saved = unpacked(path, cache)
+        options = saved["template_options"]
+        made = cls(model, tokenizer, cache.policy, template_options=options, storage=storage)
+        if made._template.fingerprint() != saved["vocabulary"]:
             raise ValueError(
                 "tokenizer must be the one of the saved conversation, got one with another "
                 f"vocabulary: {tokenizer!r:.80}"
             )
         with cache.attached(model):  # raises an error if another model filled it
             pass
-        made.messages, made._added, made._reading = saved.messages, saved.added, saved.reading
-        made.rereadings = saved.rereadings
+        made.messages, made._added = saved["messages"], saved["added"]
+        made._reading, made.rereadings = reading, saved["rereadings"]
         return made
 
     def __copy__(self) -> Conversation:
@@ -380,4 +346,8 @@ def _text_part(name: str, text: object) -> dict[str, Any]:
     assert isinstance(text, str)
     if not text.strip():
         raise ValueError(f"{name} must be a text that is not blank, got {text!r}")
+    return _part(text)
+
+
+def _part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}

@@ -250,9 +250,6 @@ def read(
     cache: PolicyCache,
     input_ids: Tensor,
     attention_mask: Tensor | None,
-    *,
-    chunk_len: int | None = None,
-    **inputs: Tensor,
 ) -> None:
     """Read prompts, or the texts they begin with, into a cache under its policy.
 
@@ -261,18 +258,12 @@ def read(
         cache: The cache. Columns that it has read before are left out.
         input_ids: ``[batch, len]``, padded on the left.
         attention_mask: ``[batch, len]``, 0 on padding; None without padding.
-        chunk_len: Number of columns that are read at a time; None for all.
-        inputs: Further inputs of the model, for all columns at a time.
     """
     keep = {} if "logits_to_keep" not in _parameters(model) else {"logits_to_keep": 1}
-    seen, width = cache.get_seq_length(), input_ids.shape[1]
     with torch.no_grad(), cache.attached(model):
-        cache.start_turn(None if chunk_len is None else width - seen)
-        for start in range(seen, width, chunk_len or width):
-            end = min(start + (chunk_len or width), width)
-            mask = None if attention_mask is None else attention_mask[:, :end]
-            given = {"attention_mask": mask, CACHE: cache, **keep, **inputs}
-            model(input_ids[:, start:end], **given)
+        cache.start_turn()
+        given = {"attention_mask": attention_mask, CACHE: cache, **keep}
+        model(input_ids[:, cache.get_seq_length() :], **given)
 
 
 def _parameters(model: Any) -> Any:

@@ -80,7 +80,7 @@ def test_models_are_the_same_every_time() -> None:
         assert torch.equal(ours, theirs)
     shape = shape_of(one.config)
     assert (shape.num_layers, len(set(shape.layers))) == (4, 1)
-    assert shape.layers[0].token_elements == 2 * 2 * 8
+    assert shape.layers[0].token_bytes == 2 * 2 * 8 * 2
     assert one.config.eos_token_id is None
 
 
@@ -91,9 +91,10 @@ def test_allowed_decode_is_bytes_over_bytes() -> None:
     layer = attention + 3 * 48 * 80 + 2 * 48
     weights = 4 * (4 * layer + 48 + 48 * 97)
     slot = 4 * 2 * 2 * 8 * 4  # layers, keys and values, KV heads, head_dim, bytes of a float32
-    allowed = allowed_decode(StreamingLLM(0.2), shape_of(model.config), 100, model)
+    shape = shape_of(model.config, dtype=torch.float32)
+    allowed = allowed_decode(StreamingLLM(0.2), shape, 100, model)
     assert allowed == pytest.approx((weights + 100 * slot) / (weights + 20 * slot))
-    assert allowed_decode(FullContext(), shape_of(model.config), 100, model) == 1.0
+    assert allowed_decode(FullContext(), shape, 100, model) == 1.0
 
 
 def test_spread() -> None:

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import natural_questions, real
 from kvpolicy.evaluation import Loaded
+from tests.evaluation.support import tiny_llama
 from tests.evaluation.tokenizers import CHAT, tiny_tokenizer
 
 ASKED = ("--models", "smollm2", "--rates", "0.2", "--count", "2", "--policies", "snapkv")
@@ -18,21 +17,7 @@ ASKED = ("--models", "smollm2", "--rates", "0.2", "--count", "2", "--policies", 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.3,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = LlamaForCausalLM(config).eval()
-    loaded = Loaded("tiny", model, tiny_tokenizer(chat=CHAT, special=True))
+    loaded = Loaded("tiny", tiny_llama(), tiny_tokenizer(chat=CHAT, special=True))
     monkeypatch.setattr(real, "model_of", lambda name: loaded)
     monkeypatch.setattr(real, "MODELS", {"smollm2": (300,), "gemma": (300,)})
     monkeypatch.setattr(real, "ROUNDS", 1)

@@ -1,34 +1,29 @@
-"""Records what a conversation has read, and where its text may change without reading it again."""
+"""Records what a conversation has read, and answers its next turn."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain, repeat, takewhile
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
+from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.cache import PolicyCache
-from kvpolicy.integrations.transformers.chat.template import common_len
+from kvpolicy.integrations.transformers.document import beams_of, pad_of
+from kvpolicy.integrations.transformers.generation import effective_config
+from kvpolicy.integrations.transformers.surface import CACHE
 
+# The length of an answer where nothing says how long it may be.
+ANSWER_LEN = 512
+# What Transformers' configurations say of a length that nobody has set.
+UNSET_LENGTHS = (None, 20)
 # Characters of a text that a warning shows.
 SHOWN = 40
-
-
-@attrs.frozen
-class Mark:
-    """A place in a conversation, in token ids and characters, from which another text may continue.
-
-    Args:
-        ids: Number of ids before it.
-        chars: Number of characters of the text before it.
-    """
-
-    ids: int
-    chars: int
 
 
 @attrs.frozen(eq=False)
@@ -37,93 +32,142 @@ class ChatReading:
 
     Args:
         cache: The cache, in which it is read; it is copied before it changes.
-        text: The text of all tokens, answers as they were generated.
-        ids: The ids of all tokens, also of the last of an answer, which is not read yet.
-        marks: Where another text may go on, last first.
-        images: The images among it.
+        text: The text of the conversation up to the last answer.
+        answer: The text of the last answer, as it was generated, without what ends it.
+        ids: The ids of both. The next turn also reads those that the cache lacks.
+        images: The images of the conversation.
         of_tokens: Further inputs of the model with a number for each token, ``[1, len]``.
-        offsets: See `offsets_of`.
+        offsets: How far positions differ from columns after images. Models with positions in
+            several axes store this of their last prompt, as ``rope_deltas``, so that it belongs to
+            another conversation when that one was asked.
     """
 
     cache: PolicyCache
     text: str = ""
+    answer: str = ""
     ids: tuple[int, ...] = ()
-    marks: tuple[Mark, ...] = (Mark(0, 0),)
     images: tuple[Any, ...] = ()
     of_tokens: dict[str, Tensor] = attrs.field(factory=dict)
     offsets: tuple[Tensor | None, ...] = ()
 
-    def until(self, text: str) -> Mark | None:
-        """Return the last mark before which a text equals what was read; None if there is none."""
-        for mark in self.marks:
-            same = text[: mark.chars] == self.text[: mark.chars] and len(text) > mark.chars
-            if same and self._may_return_to(mark):
-                return mark
+    def new_from(self, text: str, images: Sequence[Any]) -> int | None:
+        """Return the character from which on a conversation's text is new; None if none is.
+
+        Templates may change the white space around an answer; the answer's ids stay.
+        """
+        if not self._has(images) or not text.startswith(self.text):
+            return None
+        rest, answer = text[len(self.text) :], self.answer
+        forms = (rest, answer), (rest.lstrip(), answer.lstrip()), (rest.lstrip(), answer.strip())
+        for form, said in forms:
+            if form.startswith(said) and len(form) > len(said):
+                return len(text) - len(form) + len(said)
         return None
-
-    def _may_return_to(self, mark: Mark) -> bool:
-        tokens, count = self.cache._reader.tokens, self._beyond(mark)
-        if count <= 0 or tokens is None:
-            return True
-        croppable = all(layer.is_croppable for layer in self.cache.layers)
-        return croppable and count <= tokens.appended.shape[1]
-
-    def _beyond(self, mark: Mark) -> int:
-        return self.cache.get_seq_length() - mark.ids
-
-    def has_images(self, images: Sequence[Any]) -> bool:
-        """True if a conversation's images are those that were read."""
-        alike = (
-            own is other or (isinstance(own, str) and own == other)
-            for own, other in zip(self.images, images, strict=False)
-        )
-        return len(images) == len(self.images) and all(alike)
-
-    def inputs_for(self, count: int) -> dict[str, Tensor]:
-        """Return the model's other inputs for ``count`` tokens, of which the new ones are text."""
-        return {
-            name: torch.nn.functional.pad(values, (0, count - values.shape[1]))
-            for name, values in self.of_tokens.items()
-        }
-
-    def copied(self, mark: Mark) -> PolicyCache:
-        """Return a copy of the cache with only the tokens up to a mark."""
-        cache = copy.copy(self.cache)
-        if self._beyond(mark) > 0:
-            cache.crop(-self._beyond(mark))
-        return cache
 
     def change(self, text: str, images: Sequence[Any]) -> str:
         """Describe how a conversation differs from what was read, for a warning."""
-        if not self.has_images(images):
+        if not self._has(images):
             return (
                 "its images have changed, and images are read in one prompt with all that comes "
                 "before them"
             )
-        same = common_len(self.text, text)
-        was, now = (each[same : same + SHOWN] for each in (self.text, text))
+        read = self.text + self.answer
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(read, text, strict=False))))
+        was, now = (each[same : same + SHOWN] for each in (read, text))
         return f"its text has changed from character {same} on, from {was!r} to {now!r}"
+
+    def _has(self, images: Sequence[Any]) -> bool:
+        same = [own is other for own, other in zip(self.images, images, strict=False)]
+        return len(images) == len(self.images) and all(same)
+
+    def with_text(self, text: str, new_ids: Sequence[int]) -> ChatReading:
+        """Return the next turn's prompt: a longer text, whose new tokens are no images."""
+        of_tokens = {
+            name: nn.functional.pad(each, (0, len(new_ids)))
+            for name, each in self.of_tokens.items()
+        }
+        ids, cache = (*self.ids, *new_ids), copy.copy(self.cache)
+        return attrs.evolve(self, cache=cache, text=text, ids=ids, of_tokens=of_tokens)
+
+    def answered(
+        self,
+        model: Any,
+        inputs: Mapping[str, Tensor],
+        config: GenerationConfig,
+        generation: Mapping[str, Any],
+    ) -> list[int]:
+        """Read the tokens that the cache lacks, and return the ids of the model's answer.
+
+        Args:
+            model: The model.
+            inputs: Its other inputs, for all ids.
+            config: What `complete` returned.
+            generation: The arguments of `generate`.
+        """
+        check_known(model, self.ids)
+        for each, own in zip(_rememberers(model), chain(self.offsets, repeat(None)), strict=False):
+            each.rope_deltas = own
+        ids, beams = torch.tensor([self.ids], device=model.device), config.num_beams or 1
+        moved = {
+            name: each.to(model.device, model.dtype if each.is_floating_point() else None)
+            for name, each in inputs.items()
+        }
+        given = {"attention_mask": torch.ones_like(ids), CACHE: self.cache, **moved, **generation}
+        self.cache.batch_repeat_interleave(beams)
+        output = model.generate(ids, **given)
+        if beams > 1:  # the rows are those of the last step, not of the answer
+            self.cache.batch_select_indices(torch.tensor([0], device=model.device))
+            self.cache.crop(len(self.ids) - self.cache.get_seq_length())
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        answer: list[int] = sequences[0, len(self.ids) :].tolist()
+        return answer
 
 
 def offsets_of(model: nn.Module) -> tuple[Tensor | None, ...]:
-    """Return how far positions differ from columns after images, as a model has stored it.
-
-    Models of images with positions in several axes hold this of their last prompt, as
-    ``rope_deltas``, so that it belongs to another conversation when that one was asked.
-    """
+    """Return the ``offsets`` of the prompt that a model has read last."""
     return tuple(each.rope_deltas for each in _rememberers(model))
-
-
-def set_offsets(model: nn.Module, offsets: tuple[Tensor | None, ...]) -> None:
-    """Store in a model what `offsets_of` returned; None if it had stored nothing."""
-    for each, own in zip(_rememberers(model), chain(offsets, repeat(None)), strict=False):
-        each.rope_deltas = own
 
 
 def _rememberers(model: nn.Module) -> list[Any]:
     return [each for each in model.modules() if hasattr(each, "rope_deltas")]
 
 
-def per_token(inputs: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Return those inputs of a model that have an entry for each of ``count`` tokens."""
-    return {name: each for name, each in inputs.items() if each.shape == (1, count)}
+def complete(
+    model: Any, tokenizer: Any, cache: PolicyCache, generation: dict[str, Any]
+) -> GenerationConfig:
+    """Add what a chat needs to the arguments of `generate`; return the generation settings.
+
+    Raises:
+        UnsupportedGenerationError: With beam search, answers cannot be removed from the cache.
+        TypeError, ValueError: See `beams_of`.
+    """
+    beams = beams_of(model, generation)
+    croppable = all(layer.is_croppable for layer in cache.layers)
+    if beams > 1 and (cache.policy.decoding is not None or not croppable):
+        raise UnsupportedGenerationError(
+            "num_beams must be 1 in a conversation if answers cannot be removed from the cache, "
+            f"as with recurrent layers or under a policy that evicts while decoding, got {beams}"
+        )
+    config = effective_config(model, (), generation)
+    if config.max_new_tokens is None and config.max_length in UNSET_LENGTHS:
+        generation["max_new_tokens"] = ANSWER_LEN
+    if config.eos_token_id is None and tokenizer.eos_token_id is not None:
+        generation["eos_token_id"] = tokenizer.eos_token_id
+    if config.stop_strings is not None:
+        generation.setdefault("tokenizer", tokenizer)
+    generation.setdefault("pad_token_id", pad_of(tokenizer))
+    return effective_config(model, (), generation)
+
+
+def check_known(model: Any, ids: Sequence[int]) -> None:
+    """Check that a model's vocabulary has all token ids.
+
+    Raises:
+        ValueError: It does not, or there are none.
+    """
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if not ids or (rows is not None and max(ids) >= rows):
+        made = f"the token {max(ids)}" if ids else "no token"
+        raise ValueError(
+            f"tokenizer must be the model's, which has {rows} tokens, got one that makes {made}"
+        )

@@ -20,12 +20,8 @@ OWN_OPTIONS = {
     "return_tensors",
     "tokenize",
 }
-# The content of messages that nobody has written yet.
-LATER = "x"
 # The fields of a part of a message that say which image it is.
 IMAGE_FIELDS = ("image", "url", "path", "base64")
-# So many tokens before an answer show how the tokenizer joins it to them.
-CONTEXT = 4
 
 
 class ChatTemplate:
@@ -78,25 +74,22 @@ class ChatTemplate:
             return [dict(part) for part in parts]
         return "\n\n".join(part["text"] for part in parts)
 
-    def render(self, messages: Sequence[Message], *, asks: bool = True) -> str:
-        """Return a conversation as text, by the chat template.
-
-        Args:
-            messages: The conversation.
-            asks: Whether it ends with the beginning of an answer.
+    def render(self, messages: Sequence[Message]) -> str:
+        """Return a conversation as text, by the chat template, with the beginning of an answer.
 
         Raises:
             ValueError: The template refuses the conversation.
         """
-        shown = [_without_images(each) for each in messages]
-        text: str = self._apply(shown, add_generation_prompt=asks, tokenize=False)
+        text: str = self._apply([_without_images(each) for each in messages], tokenize=False)
         return text
 
     def _apply(self, messages: Sequence[Message], **arguments: Any) -> Any:
         from jinja2 import TemplateError
 
         try:
-            return self._owner.apply_chat_template(list(messages), **arguments, **self.options)
+            return self._owner.apply_chat_template(
+                list(messages), add_generation_prompt=True, **arguments, **self.options
+            )
         except TemplateError as error:
             roles = [each.get("role") for each in messages]
             raise ValueError(
@@ -104,39 +97,15 @@ class ChatTemplate:
                 f"the roles {roles}: {error}"
             ) from error
 
-    def lasting(self, messages: Sequence[Message], text: str) -> int:
-        """Return how many of a text's first characters later turns of the conversation repeat.
-
-        A template may begin an answer with a text that it leaves out of later turns, as those of
-        thinking models do.
-
-        Args:
-            messages: The conversation, which ends with a question.
-            text: What `render` returns for it.
-        """
-        said = [{"type": "text", "text": LATER}]
-        answer = {"role": "assistant", "content": self.content_of(said)}
-        try:
-            before = self.render(messages, asks=False)
-            question = {"role": "user", "content": self.content_of(said)}
-            later = self.render([*messages, answer, question])
-        except ValueError:
-            return len(text)
-        first = len(before)
-        if not text.startswith(before) or not later.startswith(before):
-            return len(text)
-        return first + common_len(text[first:], later[first:])
-
-    def ids(self, text: str, start: int = 0) -> list[int]:
+    def ids(self, text: str, start: int) -> list[int]:
         """Return the token ids of a text from a character on.
 
         They are those of the whole text, where a token begins at the character.
         """
-        whole = self._encode(text)
-        before = self._encode(text[:start]) if start else []
-        return (
-            whole[len(before) :] if whole[: len(before)] == before else self._encode(text[start:])
-        )
+        whole, before = self._encode(text), self._encode(text[:start])
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+        return self._encode(text[start:])
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -144,13 +113,7 @@ class ChatTemplate:
 
     def read_images(self, messages: Sequence[Message]) -> tuple[list[int], dict[str, Tensor]]:
         """Return the token ids of a conversation with images, and the model's other inputs."""
-        made = self._apply(
-            messages,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+        made = self._apply(messages, tokenize=True, return_dict=True, return_tensors="pt")
         others = {name: made[name] for name in made if name not in ("input_ids", "attention_mask")}
         return made["input_ids"][0].tolist(), others
 
@@ -161,42 +124,10 @@ class ChatTemplate:
         )
         return text
 
-    def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        """Return the text that an answer adds to the text of the tokens before it.
-
-        Some tokenizers leave out the white space with which a text begins.
-        """
-        context = list(before[-CONTEXT:])
-        lead, whole = self.decode(context), self.decode([*context, *ids])
-        return whole[len(lead) :] if whole.startswith(lead) else self.decode(ids)
-
-    def message_of(self, answer: Sequence[int], ends: int | Sequence[int] | None) -> Message:
-        """Return an answer as a message of the conversation.
-
-        Args:
-            answer: Its token ids.
-            ends: The ids that end an answer, which the template writes itself.
-        """
-        ends = [ends] if isinstance(ends, int) else ends or []
-        said = answer[:-1] if answer[-1] in ends else answer
-        part = {"type": "text", "text": self.decode(said)}
-        return {"role": "assistant", "content": self.content_of([part])}
-
     def fingerprint(self) -> str:
         """Return a hash of the tokenizer's vocabulary."""
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
-
-
-def common_len(text: str, other: str) -> int:
-    """Return the length of the common beginning of two texts.
-
-    Example:
-        >>> common_len("to be", "to go")
-        3
-    """
-    unlike = (i for i, (own, its) in enumerate(zip(text, other, strict=False)) if own != its)
-    return next(unlike, min(len(text), len(other)))
 
 
 def images_of(messages: Sequence[Message]) -> list[Any]:
@@ -204,24 +135,10 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
     return [
         next((part[name] for name in IMAGE_FIELDS if name in part), None)
         for message in messages
-        for part in _parts(message)
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
         if _is_image(part)
     ]
-
-
-def copy_of(messages: Sequence[Message]) -> list[Message]:
-    """Return a copy of messages; images are not copied."""
-    copied = []
-    for message in messages:
-        content = message.get("content")
-        parts = [dict(part) if isinstance(part, Mapping) else part for part in _parts(message)]
-        copied.append({**message, "content": parts} if isinstance(content, list) else {**message})
-    return copied
-
-
-def _parts(message: Message) -> list[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
 
 
 def _is_image(part: Any) -> bool:
@@ -230,7 +147,8 @@ def _is_image(part: Any) -> bool:
 
 def _without_images(message: Message) -> Message:
     """Return a message with placeholders instead of its images."""
-    if not any(map(_is_image, _parts(message))):
+    content = message.get("content")
+    if not isinstance(content, list):
         return message
-    parts = [{"type": "image"} if _is_image(part) else part for part in _parts(message)]
+    parts = [{"type": "image"} if _is_image(part) else part for part in content]
     return {**message, "content": parts}

@@ -39,7 +39,7 @@ def test_the_command_shows_and_writes_the_same_numbers(run: Run, tmp_path: Path)
         "answer_tokens": 1024,
         "dtype": "bfloat16",
     }
-    assert [layer["token_elements"] for layer in data["model"]["layers"]] == [2048] * 32
+    assert [layer["token_bytes"] for layer in data["model"]["layers"]] == [4096] * 32
     assert data["weight_bytes"] == 2 * 8030261248
     assert f"model {LLAMA}, weights 16.06 GB" in shown
     assert "prompt of 131,072 tokens, full cache 17.18 GB" in shown

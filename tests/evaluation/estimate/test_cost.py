@@ -36,9 +36,9 @@ from tests.reference import random_tokens, tiny_model
 
 LLAMA, MINISTRAL, NEMO = "llama-3.1-8b", "ministral-8b", "mistral-nemo-12b"
 
-# Keys and values of 2 heads of 3.
-LAYER = LayerShape("full attention", token_elements=12)
-TINY = ModelShape("tiny", (LAYER, LAYER), parameters=1000)
+# Keys and values of 2 heads of 3, in bfloat16.
+LAYER = LayerShape("full attention", token_bytes=24)
+TINY = ModelShape("tiny", (LAYER, LAYER), weight_bytes=2000)
 
 
 def windowed(*windows: int | None) -> ModelShape:
@@ -79,10 +79,10 @@ def test_what_content_decides_is_not_known() -> None:
 
 def test_a_drop_on_paper() -> None:
     policy = FastKV(tsp_layer=0, tsp_rate=0.5, retention_rate=0.25)
-    found = estimate_cost(policy, TINY, 40, dtype=torch.float32)
+    found = estimate_cost(policy, TINY, 40)
     assert found.compute_rate == 0.75
     assert found.kept_tokens == (10.0, 10.0)
-    assert (found.kv_bytes, found.full_kv_bytes, found.kv_share) == (960, 3840, 0.25)
+    assert (found.kv_bytes, found.full_kv_bytes, found.kv_share) == (480, 1920, 0.25)
 
 
 def test_a_restart_on_paper() -> None:
@@ -113,21 +113,12 @@ def test_chunks_hold_what_the_next_token_sees(length: int, kept: int) -> None:
     assert estimate_cost(half, shape, length).kept_tokens == (length / 2, kept / 2)
 
 
-def test_places_beside_index_keys_on_paper() -> None:
-    """Three ids of 8 bytes for each token, whatever the precision of the rest."""
-    shape = attrs.evolve(TINY, layers=(attrs.evolve(LAYER, place_bytes=24),))
-    for dtype in (torch.bfloat16, torch.float32):
-        found = estimate_cost(FullContext(), shape, 10, dtype=dtype)
-        assert found.full_kv_bytes == 10 * (LAYER.token_elements * dtype.itemsize + 24)
-
-
 def test_a_state_on_paper() -> None:
-    """A state of 30 numbers, 20 of them always in float32."""
-    recurrent = LayerShape("recurrent", state_elements=30, float_state_elements=20)
+    recurrent = LayerShape("recurrent", state_bytes=100)
     shape = attrs.evolve(TINY, layers=(LAYER, recurrent))
     policy = FastKV(tsp_layer=0, tsp_rate=0.5, retention_rate=0.25)
     found = estimate_cost(policy, shape, 40)
-    assert found.state_bytes == 10 * 2 + 20 * 4
+    assert found.state_bytes == 100
     assert found.kv_bytes == 10 * 12 * 2 + found.state_bytes
     assert found.full_kv_bytes == 40 * 12 * 2 + found.state_bytes
     assert (found.kept_tokens, found.mean_kept) == ((10.0, 0.0), 10.0)
@@ -135,7 +126,7 @@ def test_a_state_on_paper() -> None:
 
 def test_a_layer_with_anothers_keys_on_paper() -> None:
     """It holds nothing, neither of the prompt nor of the answer."""
-    borrowing = attrs.evolve(LAYER, token_elements=0)
+    borrowing = attrs.evolve(LAYER, token_bytes=0)
     shape = attrs.evolve(TINY, layers=(LAYER, borrowing))
     found = estimate_cost(SnapKV(0.25), shape, 40, answer_len=3)
     assert (found.kv_bytes, found.answered_kv_bytes) == (10 * 12 * 2, 13 * 12 * 2)
@@ -155,9 +146,9 @@ def test_the_cache_keeps_as_many_tokens_in_windows(family: str) -> None:
     with torch.no_grad(), cache.attached(model):
         model(torch.tensor([random_tokens(6, 200)]), cache=cache)
     held = cache.report()
-    shape = shape_of(model.config)
+    shape = shape_of(model.config, dtype=torch.float32)
     assert len({layer.window for layer in shape.layers}) == 2
-    found = estimate_cost(SnapKV(0.25), shape, 200, dtype=torch.float32)
+    found = estimate_cost(SnapKV(0.25), shape, 200)
     assert found.kept_tokens == pytest.approx([layer.kept for layer in held.layers])
     assert found.kv_bytes == held.total.held_bytes
     assert found.full_kv_bytes == held.total.full_bytes
@@ -253,7 +244,7 @@ def test_the_cache_holds_as_many_bytes(policy: CachePolicy, dtype: torch.dtype) 
     with torch.no_grad(), cache.attached(model):
         model(torch.tensor([random_tokens(6, 200)]), cache=cache)
     held = cache.report()
-    found = estimate_cost(policy, shape_of(model.config), 200, dtype=dtype)
+    found = estimate_cost(policy, shape_of(model.config, dtype=dtype), 200)
     assert found.kv_bytes == held.total.held_bytes
     assert found.full_kv_bytes == held.total.full_bytes
     assert found.kept_tokens == pytest.approx([layer.kept for layer in held.layers])
@@ -279,9 +270,8 @@ def test_the_cache_holds_as_many_bytes_after_an_answer(
         model(torch.tensor([random_tokens(6, 200)]), cache=cache)
         for token in random_tokens(7, answer):
             model(torch.tensor([[token]]), cache=cache)
-    found = estimate_cost(
-        policy, shape_of(model.config), 200, answer_len=answer, dtype=torch.float32
-    )
+    shape = shape_of(model.config, dtype=torch.float32)
+    found = estimate_cost(policy, shape, 200, answer_len=answer)
     assert found.answered_kv_bytes == cache.report().total.held_bytes
 
 
@@ -292,7 +282,7 @@ def test_the_cache_holds_nearly_as_many_bytes_under_pyramid_infer() -> None:
     cache = PolicyCache(policy)
     with torch.no_grad(), cache.attached(model):
         model(torch.tensor([random_tokens(6, 400)]), cache=cache)
-    found = estimate_cost(policy, shape_of(model.config), 400, dtype=torch.float32)
+    found = estimate_cost(policy, shape_of(model.config, dtype=torch.float32), 400)
     assert found.kv_bytes == pytest.approx(cache.report().total.held_bytes, rel=0.01)
     assert found.kv_share < 0.9
 
@@ -304,7 +294,6 @@ def test_the_cache_holds_nearly_as_many_bytes_under_pyramid_infer() -> None:
         (FullContext(), 0, {}, ValueError, "context_len must be at least 1, got 0"),
         (FullContext(), 1.5, {}, TypeError, "context_len must be an int"),
         (FullContext(), 10, {"answer_len": -1}, ValueError, "answer_len must be at least 0"),
-        (FullContext(), 10, {"dtype": "float32"}, TypeError, "dtype must be a torch.dtype"),
         (FastKV(tsp_layer=2), 10, {}, ValueError, r"tsp_layer must be in \[0, 1\]"),
     ],
 )
@@ -318,7 +307,7 @@ def test_estimate_bad_input(
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"parameters": -1}, ValueError, "parameters must be at least 0, got -1"),
+        ({"weight_bytes": -1}, ValueError, "weight_bytes must be at least 0, got -1"),
         ({"layers": 240}, TypeError, "layers must be a tuple of LayerShape, got 240"),
         ({"layers": (240,)}, TypeError, "layers must be a tuple of LayerShape, got "),
         ({"layers": ()}, ValueError, "layers must have an entry for each layer"),
@@ -333,10 +322,9 @@ def test_shape_bad_input(change: dict[str, Any], error: type[Exception], said: s
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"token_elements": -1}, ValueError, "token_elements must be at least 0, got -1"),
+        ({"token_bytes": -1}, ValueError, "token_bytes must be at least 0, got -1"),
         ({"state_elements": 2.0}, TypeError, "state_elements must be an int"),
         ({"window": 0}, ValueError, "window must be at least 1, got 0"),
-        ({"float_state_elements": 1}, ValueError, "must be among the 0 state_elements, got 1"),
     ],
 )
 def test_layer_bad_input(change: dict[str, Any], error: type[Exception], said: str) -> None:

@@ -30,10 +30,9 @@ from kvpolicy.policies import FullContext
 def test_models_have_the_parameters_of_their_cards(name: str, billions: float) -> None:
     """Without vision towers, and without DeepSeek's layer that predicts several tokens."""
     shape = load_shape(name)
-    assert shape.parameters / 1e9 == pytest.approx(billions, abs=0.01)
-    for dtype in (torch.bfloat16, torch.float32):
-        found = estimate_cost(FullContext(), shape, 8, dtype=dtype)
-        assert found.weight_bytes == shape.parameters * dtype.itemsize
+    assert shape.weight_bytes / 2e9 == pytest.approx(billions, abs=0.01)
+    in_floats = estimate_cost(FullContext(), load_shape(name, torch.float32), 8)
+    assert in_floats.weight_bytes == 2 * shape.weight_bytes
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_beyond_their_windows_layers_keep_those() -> None:
 
 def test_latents_states_and_windows_on_paper() -> None:
     deepseek = load_shape("deepseek-v3")
-    assert {layer.token_elements for layer in deepseek.layers} == {512 + 64}
+    assert {layer.token_bytes for layer in deepseek.layers} == {2 * (512 + 64)}
     assert estimate_cost(FullContext(), deepseek, 1000).kv_bytes == 61 * 1000 * 576 * 2
     # 30 layers hold a state of 32 heads of 128 x 128 in float32, and 4 steps of a convolution over
     # 2 x 16 x 128 + 32 x 128 channels; 10 have 2 KV heads of 256.

@@ -31,7 +31,7 @@ def test_a_shape_has_the_weights_of_the_model(name: str) -> None:
     model = builds()[name].model()
     shape = shape_of(model.config)
     assert len(decoder_layers(model)) == shape.num_layers
-    assert shape.parameters == sum(each.numel() for each in model.parameters())
+    assert shape.weight_bytes == 2 * sum(each.numel() for each in model.parameters())
 
 
 RIGHT = [
@@ -50,12 +50,12 @@ UNTRACED = {
 def test_caches_hold_what_was_counted(name: str) -> None:
     """Keys and values, latents and states, of every kind of layer."""
     model = builds()[name].model()
-    shape = shape_of(builds()[name].config(), name)
+    shape = shape_of(builds()[name].config(), name, torch.float32)
     for policy in (FullContext(), SnapKV(0.25, window_size=4)):
         cache = PolicyCache(policy)
         with torch.no_grad(), cache.attached(model):
             model(input_ids=torch.arange(5, 45)[None], cache=cache)
-        found, held = estimate_cost(policy, shape, 40, dtype=torch.float32), cache.report().total
+        found, held = estimate_cost(policy, shape, 40), cache.report().total
         assert (found.kv_bytes, found.full_kv_bytes) == (held.held_bytes, held.full_bytes)
 
 
@@ -149,5 +149,7 @@ def test_what_is_no_name_and_no_configuration() -> None:
         load_shape(None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="config must be a configuration of Transformers, got None"):
         shape_of(None)
+    with pytest.raises(TypeError, match="dtype must be a torch.dtype such as .* got 'float32'"):
+        load_shape(LLAMA, "float32")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="shape must be a ModelShape, got None"):
         estimate_cost(FullContext(), None, 100)  # type: ignore[arg-type]

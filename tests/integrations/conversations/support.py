@@ -1,6 +1,5 @@
 """Tiny models that chat in byte pairs, chat templates, and conversations written by hand."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -137,20 +136,12 @@ class ByHand:
         self.model, self.tokenizer = model, tokenizer
         self.cache = None if policy == FullContext() else PolicyCache(policy)
         self.ids: list[int] = []
-        self.lasting = (0, copy.copy(self.cache))
 
-    def ask(self, new: str, says: Script, *, then: str = "") -> list[int]:
-        """Reads new text, a part of which is appended without the policy, and answers.
-
-        Args:
-            new: text behind all there is.
-            says: the answer's script.
-            then: the part that is appended.
-        """
+    def ask(self, new: str, says: Script) -> list[int]:
+        """Reads text behind all there is, and answers as the script says."""
         self.ids += self.encode(new)
-        tail = self.encode(then)
-        answer = self._without_cache(tail, says) if self.cache is None else self._read(tail, says)
-        self.ids += [*tail, *answer]
+        answer = self._without_cache(says) if self.cache is None else self._read(says)
+        self.ids += answer
         return answer
 
     def encode(self, text: str) -> list[int]:
@@ -158,35 +149,24 @@ class ByHand:
         return ids
 
     @torch.no_grad()
-    def _without_cache(self, tail: list[int], says: Script) -> list[int]:
+    def _without_cache(self, says: Script) -> list[int]:
         answer: list[int] = []
-        self.lasting = (len(self.ids), None)
         for step in range(len(says)):
-            whole = torch.tensor([[*self.ids, *tail, *answer]])
+            whole = torch.tensor([[*self.ids, *answer]])
             logits = self.model(whole, use_cache=False).logits[:, -1]
             answer.append(int(scripted(logits, says, step).argmax()))
         return answer
 
     @torch.no_grad()
-    def _read(self, tail: list[int], says: Script) -> list[int]:
+    def _read(self, says: Script) -> list[int]:
         answer: list[int] = []
         cache = self.cache
         assert cache is not None
         with cache.attached(self.model):
             cache.start_turn()
             fed = torch.tensor([self.ids[cache.get_seq_length() :]])
-            logits = self.model(fed, cache=cache).logits
-            self.lasting = (len(self.ids), copy.copy(cache))
-            if tail:
-                logits = self.model(torch.tensor([tail]), cache=cache).logits
             for step in range(len(says)):
-                if answer:
-                    last = torch.tensor([answer[-1:]])
-                    logits = self.model(last, cache=cache).logits
+                logits = self.model(fed, cache=cache).logits
                 answer.append(int(scripted(logits[:, -1], says, step).argmax()))
+                fed = torch.tensor([answer[-1:]])
         return answer
-
-    def forget_answer(self) -> None:
-        """Goes back to where the policy acted, before the answer."""
-        count, self.cache = self.lasting
-        del self.ids[count:]

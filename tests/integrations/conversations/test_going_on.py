@@ -49,20 +49,22 @@ def state(conversation: Conversation) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}], ids=["thinks", "not"])
+@pytest.mark.parametrize("ends", [False, True], ids=["cut", "ended"])
 @pytest.mark.parametrize("policy", [POLICY, FastKV(window_size=4, retention_rate=0.2)], ids=str)
 def test_a_saved_conversation_goes_on(
-    llama: PreTrainedModel, tmp_path: Path, policy: CachePolicy, options: dict[str, Any]
+    llama: PreTrainedModel, tmp_path: Path, policy: CachePolicy, *, ends: bool
 ) -> None:
+    """Also one whose cache lacks the last token of an answer."""
     tokenizer, path = chatter(QWEN3), tmp_path / "chat.safetensors"
-    conversation = Conversation(llama, tokenizer, policy, template_options=options)
+    conversation = Conversation(llama, tokenizer, policy, template_options={"other": 3})
     for question in QUESTIONS[:2]:
-        conversation.ask(question, **answer(tokenizer, "<think>oh</think>so the fox____."))
+        said = script(tokenizer, "so the fox____.")
+        conversation.ask(question, **saying([*said, tokenizer.eos_token_id] if ends else said))
     conversation.add_document("the river")
     conversation.save(path)
     loaded = Conversation.load(path, llama, tokenizer)
     assert state(loaded) == state(conversation)
-    assert loaded._reading.marks == conversation._reading.marks
+    assert loaded._template.options == {"other": 3}
     said = conversation.ask(QUESTIONS[2], **answer(tokenizer))
     assert loaded.ask(QUESTIONS[2], **answer(tokenizer)) == said
     assert state(loaded)[:3] == state(conversation)[:3]
@@ -111,15 +113,12 @@ def test_files_and_models_that_do_not_fit(llama: PreTrainedModel, tmp_path: Path
     ("change", "message"),
     [
         ({"version": 2}, "version must be 1, got 2"),
-        ({"ids": [5]}, "ids must hold at least the tokens of the cache"),
-        ({"ids": [5] * 100}, "ids must begin with the tokens that the cache has read"),
-        ({"ids": "many"}, "invalid literal"),
-        ({"marks": [[1000, 3]]}, "marks must lie within ids and text"),
-        ({"marks": [3]}, "cannot unpack"),
+        ({"unread": "many"}, "invalid literal"),
         ({"messages": [{"content": "no role"}]}, "role"),
-        ({"messages": 3}, "not iterable"),
-        ({"options": 3}, "options must be a mapping and rereadings"),
-        ({"text": None}, "marks must lie within ids and text"),
+        ({"messages": 3}, "messages must be a list, got 3"),
+        ({"template_options": 3}, "template_options must be a dict, got 3"),
+        ({"rereadings": "3"}, "rereadings must be a int, got '3'"),
+        ({"text": None}, "text must be a str, got None"),
         (None, "Expecting value"),
     ],
     ids=str,
@@ -156,12 +155,11 @@ class Breaking:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken pipe")], ids=repr)
 @pytest.mark.parametrize("turns", [0, 1])
-@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}], ids=["thinks", "not"])
 def test_a_failure_leaves_it_as_it_was(
-    llama: PreTrainedModel, error: BaseException, turns: int, options: dict[str, Any]
+    llama: PreTrainedModel, error: BaseException, turns: int
 ) -> None:
     tokenizer = chatter(QWEN3)
-    conversation = Conversation(llama, tokenizer, POLICY, template_options=options)
+    conversation = Conversation(llama, tokenizer, POLICY)
     for question in QUESTIONS[:turns]:
         conversation.ask(question, **answer(tokenizer))
     conversation.add_document("the river")
@@ -247,38 +245,27 @@ def test_beams_are_read_again(llama: PreTrainedModel) -> None:
 
 
 def test_bounded_answers(llama: PreTrainedModel) -> None:
-    """What went while an answer was decoded cannot come back: such answers cannot be changed."""
     policy = SnapKV(0.5, window_size=4, decoding=SnapKV(window_size=4).decoding_rule(14, every=5))
     tokenizer = chatter()
     conversation = Conversation(llama, tokenizer, policy)
     conversation.ask(QUESTIONS[0], **answer(tokenizer))
     conversation.ask(QUESTIONS[1], **answer(tokenizer))
     assert max(layer.kept_len for layer in conversation.cache.layers) < 14 + 5
-    other = conversation.fork()
-    other.messages[-1]["content"] = "the fox"
-    with pytest.warns(RereadingWarning):
-        other.ask(QUESTIONS[2], **answer(tokenizer))
     conversation.ask(QUESTIONS[2], **answer(tokenizer))
-    assert (conversation.rereadings, other.rereadings) == (0, 1)
+    assert conversation.rereadings == 0
     with pytest.raises(UnsupportedGenerationError, match="num_beams must be 1 in a conversation"):
         conversation.ask("so?", num_beams=2)
 
 
-def test_recurrent_layers_cannot_take_an_answer_back() -> None:
-    """So an answer that is changed later is read anew with all before it; others go on."""
+def test_answers_cannot_be_taken_back_from_recurrent_layers() -> None:
     tokenizer, model = char_tokenizer(), hybrid("qwen3_next")
     tokenizer.chat_template = QWEN3
     conversation = Conversation(model, tokenizer, SnapKV(retention_tokens=20, window_size=2))
-    thinking = conversation.fork()
     for question in QUESTIONS[:2]:
         conversation.ask(question, max_new_tokens=4, suppress_tokens=[0, 1, 2])
     assert conversation.rereadings == 0
-    ids = [tokenizer.convert_tokens_to_ids(each) for each in "<think>x</think>so"]
-    thinking.ask(QUESTIONS[0], **saying(ids))
-    with pytest.warns(RereadingWarning, match=r"from '<think>x</think>so' to 'so<\|end"):
-        thinking.ask(QUESTIONS[1], **saying(ids))
     with pytest.raises(UnsupportedGenerationError, match="num_beams must be 1 in a conversation"):
-        thinking.ask("so?", num_beams=2)
+        conversation.ask("so?", num_beams=2)
 
 
 def test_stop_strings_and_lengths(llama: PreTrainedModel) -> None:
@@ -292,8 +279,8 @@ def test_stop_strings_and_lengths(llama: PreTrainedModel) -> None:
     config = GenerationConfig(max_new_tokens=3, return_dict_in_generate=True)
     conversation.ask(QUESTIONS[1], generation_config=config, suppress_tokens=[0, 1, 2])
     said = tokenizer("<|start|>user\nand the lazy dog?<|end|>\n<|start|>assistant\n")["input_ids"]
-    # Before it the line behind the last answer; `said` begins with a token of its own.
-    assert len(conversation._reading.ids) == before + 1 + len(said) - 1 + 3
+    # Before it the last answer's end and line; `said` begins with a token of its own.
+    assert len(conversation._reading.ids) == before + 2 + len(said) - 1 + 3
     # No length is given, so that 512 tokens are the most.
     llama.generation_config.max_length = 120
     try:
@@ -305,10 +292,9 @@ def test_stop_strings_and_lengths(llama: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("size", [5, 16])
 def test_prompts_in_chunks(llama: PreTrainedModel, size: int) -> None:
-    tokenizer, options = chatter(QWEN3), {"enable_thinking": False}
-    policy = SnapKV(0.4, window_size=4)
-    chunked = Conversation(llama, tokenizer, policy, template_options=options)
-    whole = Conversation(llama, tokenizer, policy, template_options=options)
+    tokenizer = chatter()
+    chunked = Conversation(llama, tokenizer, POLICY)
+    whole = Conversation(llama, tokenizer, POLICY)
     for question in QUESTIONS:
         chunked.ask(question, **answer(tokenizer), prefill_chunk_size=size)
         whole.ask(question, **answer(tokenizer))
@@ -322,11 +308,11 @@ def test_it_shows_itself(llama: PreTrainedModel) -> None:
     conversation = Conversation(llama, tokenizer, SnapKV(retention_tokens=12))
     name = "Conversation(LlamaForCausalLM, SnapKV(retention_tokens=12))"
     assert repr(conversation) == f"{name}: 0 turns, empty"
-    assert conversation.report().total.seen == 0
+    assert conversation.cache.report().total.seen == 0
     conversation.ask(QUESTIONS[0], **answer(tokenizer, "so"))
     seen = conversation.cache.get_seq_length()
     assert repr(conversation) == f"{name}: 1 turn, {seen} tokens read, 14 held by each layer"
-    assert conversation.report().total.seen == seen
+    assert conversation.cache.report().total.seen == seen
     conversation.messages[0]["content"] = "else"
     with pytest.warns(RereadingWarning):
         conversation.ask(QUESTIONS[1], **answer(tokenizer, "so"))
@@ -387,16 +373,14 @@ def test_bad_conversations(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}], ids=["thinks", "not"])
 def test_bad_questions(
     llama: PreTrainedModel,
-    options: dict[str, Any],
     text: Any,
     arguments: Any,
     error: type[Exception],
     message: str,
 ) -> None:
-    conversation = Conversation(llama, chatter(QWEN3), POLICY, template_options=options)
+    conversation = Conversation(llama, chatter(QWEN3), POLICY)
     calls = list[object]()
     with (
         llama.register_forward_pre_hook(lambda *_: calls.append(1)),

@@ -42,8 +42,6 @@ class Processor:
                 said.append(part.get("image") if part["type"] == "image" else part["text"])
             said.append("\n")
         said += ["[assistant]"] * add_generation_prompt
-        thinks = options.pop("enable_thinking", True)
-        said += ["<think></think>"] * (add_generation_prompt and not thinks)
         if not tokenize:
             return "".join(each if isinstance(each, str) else PLACE for each in said)
         assert options == {"return_dict": True, "return_tensors": "pt"}
@@ -113,30 +111,6 @@ def test_an_image_and_later_questions(name: str, policy: CachePolicy) -> None:
             for own, other in zip(chat.cache.layers, whole.cache.layers, strict=True):
                 assert torch.equal(own.positions, other.positions)
         assert chat.rereadings == 0
-
-
-@pytest.mark.parametrize("shows", [True, False], ids=["image", "text"])
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_left_out_later_in_a_model_of_images(name: str, *, shows: bool) -> None:
-    """Nothing else is read again, whatever the model remembers of a conversation between."""
-    model, processor = model_of(name), Processor(FAMILIES[name])
-    options = {"enable_thinking": False}
-    chat = Conversation(model, processor, FullContext(), template_options=options)
-    other = Conversation(model, processor, FullContext())
-    other.add_image(image(2, (5, 3)))
-    other.ask("what is it?", max_new_tokens=1)
-    chat._added += [{"type": "image", "image": image(1)}] * shows
-    said: list[Any] = []
-    shown: list[Any] = [image(1)] * shows
-    for question in ["what is it?", "and its colour?", "so be it"]:
-        said += ["[user]", *shown, f"{question}\n[assistant]"]
-        shown = []
-        answer = chat.ask(question, max_new_tokens=ANSWER)
-        whole = Whole(name)
-        assert whole.ask(*said, "<think></think>") == answer
-        other.ask("so?", max_new_tokens=1)
-        said.append(chat.messages[-1]["content"][0]["text"] + "\n")
-    assert chat.rereadings == 0
 
 
 @pytest.mark.parametrize("policy", [FullContext(), FastKV(tsp_rate=0.6, window_size=4)], ids=str)

@@ -1,10 +1,15 @@
 """Layers for tests of scorers: of keys and values on paper, and of random rows with padding."""
 
+import attrs
 import torch
 from torch import Tensor
 
 from kvpolicy import LayerContext
 from kvpolicy.layer_inputs import AttentionSettings
+from kvpolicy.rotary import PlainRotary
+from tests.contexts import with_layer
+
+THETA = 100.0
 
 
 def layer_of(keys: Tensor, values: Tensor | None = None) -> LayerContext:
@@ -61,3 +66,26 @@ def random_layer(
 def rows_of(saliency: Tensor, lens: tuple[int, ...]) -> list[list[list[float]]]:
     """The saliency of each row's tokens, per head."""
     return [row[:, -length:].tolist() for row, length in zip(saliency, lens, strict=True)]
+
+
+def turning(seed: int, lens: tuple[int, ...], query_len: int) -> LayerContext:
+    """Padded rows with a rotary embedding."""
+    context = random_layer(seed, lens, query_len, head_dim=6)
+    return with_layer(context, rotary=PlainRotary(6, THETA))
+
+
+def in_a_later_turn(context: LayerContext) -> LayerContext:
+    """Three new tokens after what two rows hold of 40 and 16; heads hold unlike tokens."""
+    positions = torch.full((2, 3, 9), -1)
+    positions[0, :, :6] = torch.tensor(
+        [[0, 5, 9, 11, 30, 39], [1, 2, 8, 9, 10, 11], [4, 5, 6, 7, 8, 9]]
+    )
+    positions[0, :, 6:] = torch.tensor([40, 41, 42])
+    positions[1, :, 4:] = torch.tensor([3, 15, 16, 17, 18])
+    positions[1, 1, 4] = -1
+    return attrs.evolve(
+        context,
+        positions=positions,
+        new_valid=torch.ones(2, 3, dtype=torch.bool),
+        seen_len=(43, 19),
+    )

@@ -12,19 +12,10 @@ from kvpolicy.policies import ExpectedAttention, ExpectedAttentionScorer
 from kvpolicy.policies.scorers.expected import mean_rotation
 from kvpolicy.rotary import PlainRotary
 from kvpolicy.testing import check_scorer
-from tests.contexts import with_layer
 from tests.policies.views import view_of
 from tests.reference.query_agnostic import expected_scores
 
-from .support import random_layer
-
-THETA = 100.0
-
-
-def turning(seed: int, lens: tuple[int, ...], query_len: int) -> LayerContext:
-    """Padded rows with a rotary embedding."""
-    context = random_layer(seed, lens, query_len, head_dim=6)
-    return with_layer(context, rotary=PlainRotary(6, THETA))
+from .support import THETA, in_a_later_turn, turning
 
 
 def slow(
@@ -59,25 +50,12 @@ def test_against_slow_loops_in_padded_rows(sinks: int, future: int, epsilon: flo
 
 
 def test_in_a_later_turn_positions_go_on_from_the_rows_own() -> None:
-    """Three new tokens behind what two rows hold of 40 and 16; heads hold unlike tokens."""
-    positions = torch.full((2, 3, 9), -1)
-    positions[0, :, :6] = torch.tensor(
-        [[0, 5, 9, 11, 30, 39], [1, 2, 8, 9, 10, 11], [4, 5, 6, 7, 8, 9]]
-    )
-    positions[0, :, 6:] = torch.tensor([40, 41, 42])
-    positions[1, :, 4:] = torch.tensor([3, 15, 16, 17, 18])
-    positions[1, 1, 4] = -1
-    context = attrs.evolve(
-        turning(1, (9, 9), 3),
-        positions=positions,
-        new_valid=torch.ones(2, 3, dtype=torch.bool),
-        seen_len=(43, 19),
-    )
+    context = in_a_later_turn(turning(1, (9, 9), 3))
     scorer = ExpectedAttentionScorer(future_len=20)
     found = scorer.score(context)
     for row in range(2):
         for head in range(3):
-            held = positions[row, head] >= 0
+            held = context.positions[row, head] >= 0
             expected = slow(context, row, head, scorer)
             assert found[row, head][held].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-5)
 

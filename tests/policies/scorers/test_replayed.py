@@ -2,7 +2,6 @@
 
 import math
 
-import attrs
 import pytest
 import torch
 
@@ -16,14 +15,7 @@ from tests.contexts import with_layer
 from tests.policies.views import view_of
 from tests.reference.replayed import replayed_peaks
 
-from .support import random_layer
-
-THETA = 100.0
-
-
-def turning(seed: int, lens: tuple[int, ...], query_len: int) -> LayerContext:
-    """Padded rows with a rotary embedding."""
-    return with_layer(random_layer(seed, lens, query_len, head_dim=6), rotary=PlainRotary(6, THETA))
+from .support import THETA, in_a_later_turn, turning
 
 
 def slow(context: LayerContext, row: int, head: int) -> list[float]:
@@ -57,24 +49,11 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_in_a_later_turn_only_new_queries_ask() -> None:
-    """Three new tokens after what two rows hold of 40 and 16; heads hold unlike tokens."""
-    positions = torch.full((2, 3, 9), -1)
-    positions[0, :, :6] = torch.tensor(
-        [[0, 5, 9, 11, 30, 39], [1, 2, 8, 9, 10, 11], [4, 5, 6, 7, 8, 9]]
-    )
-    positions[0, :, 6:] = torch.tensor([40, 41, 42])
-    positions[1, :, 4:] = torch.tensor([3, 15, 16, 17, 18])
-    positions[1, 1, 4] = -1
-    context = attrs.evolve(
-        turning(3, (9, 9), 3),
-        positions=positions,
-        new_valid=torch.ones(2, 3, dtype=torch.bool),
-        seen_len=(43, 19),
-    )
+    context = in_a_later_turn(turning(3, (9, 9), 3))
     found = ReplayedAttentionScorer().score(context)
     for row in range(2):
         for head in range(3):
-            held = positions[row, head] >= 0
+            held = context.positions[row, head] >= 0
             expected = slow(context, row, head)
             assert found[row, head][held].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
 

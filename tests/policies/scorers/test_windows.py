@@ -7,7 +7,7 @@ import attrs
 import pytest
 import torch
 
-from kvpolicy import Scorer
+from kvpolicy import LayerContext, Scorer
 from kvpolicy.attention import group_mean
 from kvpolicy.policies import (
     AdaKV,
@@ -34,71 +34,53 @@ from .support import random_layer
 LENS = (23, 9, 2)
 
 
+def slow(context: LayerContext, row: int, window: int) -> list[list[float]]:
+    """By query head, the window's attention to the tokens before it."""
+    view = view_of(context, row)
+    return window_saliency(
+        view.queries,
+        view.new_positions,
+        view.entries,
+        window_size=window,
+        kernel_size=1,
+        scaling=view.scaling,
+    )
+
+
 @pytest.mark.parametrize(("window", "kernel"), [(4, 1), (4, 3), (1, 7), (30, 3)])
 def test_average_pooling_against_slow_loops_in_padded_rows(window: int, kernel: int) -> None:
     context = random_layer(window, LENS, query_len=min(window, 23))
     found = WindowMeanPoolScorer(window, kernel_size=kernel).score(context)
     for row, length in enumerate(LENS):
-        view = view_of(context, row)
-        expected = window_saliency(
-            view.queries,
-            view.new_positions,
-            view.entries,
-            window_size=window,
-            kernel_size=1,
-            scaling=view.scaling,
-        )
+        expected = slow(context, row, window)
         for head in range(6):
             scores = average_pool(expected[head], kernel)
             here = found[row, head, 23 - length :].tolist()
             assert here == pytest.approx([*scores, *[0.0] * min(window, length)], abs=1e-6)
 
 
-@pytest.mark.parametrize("group_first", [False, True])
+@pytest.mark.parametrize(
+    ("group_first", "peak_first"), [(False, True), (True, True), (True, False)]
+)
 @pytest.mark.parametrize(("window", "kernel"), [(4, 1), (4, 3), (1, 7), (30, 3)])
-def test_peaks_come_first_in_padded_rows(window: int, kernel: int, group_first: bool) -> None:
+def test_groups_and_peaks_come_first_in_padded_rows(
+    window: int, kernel: int, group_first: bool, peak_first: bool
+) -> None:
+    """Groups are averaged before the pooling, and a token that is a peak keeps its rank."""
     context = random_layer(window, LENS, query_len=min(window, 23))
-    scorer = WindowMaxPoolScorer(
-        window, kernel_size=kernel, group_first=group_first, peak_first=True
-    )
-    found = scorer.score(context)
+    found = WindowMaxPoolScorer(
+        window, kernel_size=kernel, group_first=group_first, peak_first=peak_first
+    ).score(context)
+    pool = max_pool_peak_first if peak_first else max_pool
     for row, length in enumerate(LENS):
-        view = view_of(context, row)
-        attention = window_saliency(
-            view.queries,
-            view.new_positions,
-            view.entries,
-            window_size=window,
-            kernel_size=1,
-            scaling=view.scaling,
-        )
+        attention = slow(context, row, window)
         if group_first:
             attention = [head_mean(attention[head : head + 2]) for head in (0, 2, 4)]
+        assert len(attention) == found.shape[1]
         for head, weights in enumerate(attention):
             here = found[row, head, 23 - length :].tolist()
-            expected = [*max_pool_peak_first(weights, kernel), *[0.0] * min(window, length)]
+            expected = [*pool(weights, kernel), *[0.0] * min(window, length)]
             assert here == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize(("window", "kernel"), [(4, 3), (1, 7), (30, 3)])
-def test_groups_are_averaged_before_the_pooling_in_padded_rows(window: int, kernel: int) -> None:
-    context = random_layer(window, LENS, query_len=min(window, 23))
-    found = WindowMaxPoolScorer(window, kernel_size=kernel, group_first=True).score(context)
-    assert found.shape == (3, 3, 23)
-    for row, length in enumerate(LENS):
-        view = view_of(context, row)
-        attention = window_saliency(
-            view.queries,
-            view.new_positions,
-            view.entries,
-            window_size=window,
-            kernel_size=1,
-            scaling=view.scaling,
-        )
-        for head in range(3):
-            scores = max_pool(head_mean(attention[2 * head : 2 * head + 2]), kernel)
-            here = found[row, head, 23 - length :].tolist()
-            assert here == pytest.approx([*scores, *[0.0] * min(window, length)], abs=1e-6)
 
 
 def test_heads_that_share_what_is_stored_are_one_group() -> None:
