@@ -1,18 +1,4 @@
-"""List the passes that a forward is made of, situation by situation.
-
-| situation | passes |
-|---|---|
-| append, decoded token, drafts | append all, ignore queries |
-| bounded answer | append all, remember queries; select when rows are due |
-| prompt | select |
-| chunk of a prompt | append all (layers with windows: what is seen next), remember queries |
-| last chunk | select, by the queries of all chunks |
-| restart | discard: choose tokens inside the filter layer; then a prompt of these |
-| chunk, if tokens are dropped | append all in the layers of the first stage, remember queries |
-| last chunk, if tokens are dropped | select in the first stage; in each further stage append all \
-pieces but the last, select in the last |
-| second reading | a prompt that defers its choice; discard: score each chunk; then choose |
-"""
+"""List the passes that a forward is made of, situation by situation; see docs/architecture.md."""
 
 from __future__ import annotations
 
