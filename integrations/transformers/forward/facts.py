@@ -30,8 +30,7 @@ class OutputForm:
 
     def note(self, output: Any) -> None:
         """Learn from a layer's output."""
-        if not self.known:
-            self.others, self.known = len(output) - 1 if isinstance(output, tuple) else None, True
+        self.others, self.known = len(output) - 1 if isinstance(output, tuple) else None, True
 
     def of(self, hidden: Any) -> Any:
         """Return hidden states in the form of a layer's output."""

@@ -232,7 +232,8 @@ class PassRun:
                     layer.indexed.taking = functools.partial(self.update_index, index)
                 kwargs = self.attention.arguments(index, layer, hidden, kwargs)
         output = forward(hidden, **kwargs)
-        self.call.model.form.note(output)
+        if not self.call.model.form.known:
+            self.call.model.form.note(output)
         if self.pending is not None:
             raise UnsupportedModelError(
                 "model must give an attention function the keys of the cache, or something "
