@@ -349,7 +349,8 @@ class PassRun:
         """
         layer = self.layers[index]
         if layer.crossing is not None:
-            return layer.crossing.with_images(keys, values)
+            images: tuple[Tensor, Tensor] = layer.crossing.with_images(keys, values)
+            return images
         if self.seen is None:
             self.updated.add(index)
             keys, values = self._taken_in(index, keys, values)
@@ -383,12 +384,13 @@ class PassRun:
 
     def update_index(self, index: int, keys: Tensor) -> Tensor:
         """Add a layer's new index keys; return all index keys that its indexer must see."""
-        layer = self.layers[index].indexed
-        assert layer is not None
-        places = new_places(self.layers, self._reach.slots)
-        if self._appends:
-            return layer.append_index(keys, places)
-        return layer.show_index(keys, places, self._masks.order)
+        layer, places = self.layers[index].indexed, new_places(self.layers, self._reach.slots)
+        every: Tensor = (
+            layer.append_index(keys, places)
+            if self._appends
+            else layer.show_index(keys, places, self._masks.order)
+        )
+        return every
 
     def note_state(self, index: int) -> None:
         """Note that a recurrent layer has used the cache, by reading or writing its state."""

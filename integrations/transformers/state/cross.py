@@ -34,7 +34,7 @@ class CrossLayer(PolicyLayer):
         self.images: tuple[Tensor, Tensor] | None = None
 
     @property
-    def crossing(self) -> CrossLayer:  # type: ignore[override]  # an attribute there, which costs no call
+    def crossing(self) -> CrossLayer:  # an attribute there, which costs no call
         """See `PolicyLayer`."""
         return self
 

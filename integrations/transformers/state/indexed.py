@@ -55,7 +55,7 @@ class IndexedLayer(PolicyLayer):
         self._attended: Tensor | None = None  # the keys of the forward under way
 
     @property
-    def indexed(self) -> IndexedLayer:  # type: ignore[override]  # an attribute there, which costs no call
+    def indexed(self) -> IndexedLayer:  # an attribute there, which costs no call
         """See `PolicyLayer`."""
         return self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
@@ -17,11 +17,6 @@ from kvpolicy.integrations.transformers.state.storage import Plain, PlainStorage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.integrations.transformers.surface import CacheLayerMixin
 from kvpolicy.selection import gather_positions, gather_slots
-
-if TYPE_CHECKING:
-    from kvpolicy.integrations.transformers.state.cross import CrossLayer
-    from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
-    from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
 
 Slots = Callable[[], tuple[Tensor, Tensor, Tensor]]
 # What layers hold in the precision of the model; states and sums have a precision of their own.
@@ -48,9 +43,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             heads.
         holds_more: Whether the layer may hold more than `contents`; see `beside`.
         plain: Whether the layer holds keys and values of its own, and nothing else.
-        indexed: The layer itself, if an indexer picks among its keys; else None.
-        crossing: The layer itself, if it attends to images; else None.
-        recurrent: The layer itself, if it has a state; else None.
+        indexed: The layer itself, an `IndexedLayer`, if an indexer picks among its keys; else None.
+        crossing: The layer itself, a `CrossLayer`, if it attends to images; else None.
+        recurrent: The layer itself, a `RecurrentLayer`, if it has a state; else None.
         behind: Takes over what another object has written for the layer; None if there is none.
     """
 
@@ -58,9 +53,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     one_choice = False
     holds_more = False
     plain = True
-    indexed: IndexedLayer | None = None
-    crossing: CrossLayer | None = None
-    recurrent: RecurrentLayer | None = None
+    # Of classes of other files, which import this one.
+    indexed: Any = None
+    crossing: Any = None
+    recurrent: Any = None
     producer: int | None = None
     is_sliding = False
     is_compileable = False

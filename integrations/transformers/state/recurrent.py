@@ -48,7 +48,7 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
         PolicyLayer.__init__(self, storage, room)
 
     @property
-    def recurrent(self) -> RecurrentLayer:  # type: ignore[override]  # an attribute there, which costs no call
+    def recurrent(self) -> RecurrentLayer:  # an attribute there, which costs no call
         """See `PolicyLayer`."""
         return self
 

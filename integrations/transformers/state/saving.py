@@ -140,7 +140,7 @@ class SavedCache:
         """
         try:
             own = from_description(self.policy)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             own = None
             if policy is None:
                 raise ValueError(f"policy must be given to load {path}: {error}") from None
