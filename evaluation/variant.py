@@ -39,6 +39,15 @@ class Variant:
             return f"{name} {self.retention_tokens} tokens"
         return name if self.retention_rate is None else f"{name} {self.retention_rate:g}"
 
+    def as_data(self) -> dict[str, Any]:
+        """Return how it was built as a dict for JSON."""
+        return {
+            "policy": self.name,
+            "retention_rate": self.retention_rate,
+            "retention_tokens": self.retention_tokens,
+            "parameters": dict(self.parameters),
+        }
+
     def at_layers(self, layers: Sequence[int]) -> list[Variant]:
         """Return the policy with its drop at each of some layers; itself if it has no such layer.
 
@@ -63,15 +72,6 @@ class Variant:
         """
         with naming(self.label):
             self.policy.check_model(num_layers)
-
-
-def takes(name: str, parameter: str) -> bool:
-    """True if a registered policy has a parameter of the given name.
-
-    Raises:
-        ValueError: No policy has the name.
-    """
-    return parameter in parameters_of(factory_of(name))
 
 
 def leaves_layer_open(known: Mapping[str, Any]) -> bool:

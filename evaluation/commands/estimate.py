@@ -89,7 +89,10 @@ def estimate(
             },
             "model": attrs.asdict(shape),
             "weight_bytes": found[0].weight_bytes,
-            "rows": [table.row_data(*each) for each in zip(chosen, found, strict=True)],
+            "rows": [
+                {**variant.as_data(), **cost.as_data()}
+                for variant, cost in zip(chosen, found, strict=True)
+            ],
             "notes": [*table.LEGEND, *notes],
         }
         write_all(json_file.parent, {json_file.name: as_json(data)})

@@ -45,10 +45,7 @@ class Row:
     def as_data(self) -> dict[str, Any]:
         """Return the row as a dict for JSON."""
         data = {
-            "policy": self.variant.name,
-            "retention_rate": self.variant.retention_rate,
-            "retention_tokens": self.variant.retention_tokens,
-            "parameters": dict(self.variant.parameters),
+            **self.variant.as_data(),
             "total": attrs.asdict(self.total),
             "kinds": {kind: attrs.asdict(cell) for kind, cell in self.kinds.items()},
         }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from rich.table import Table
 
@@ -12,6 +11,7 @@ from kvpolicy.evaluation.chosen import COMPOSITION
 from kvpolicy.evaluation.estimate.cost import Estimate
 from kvpolicy.evaluation.estimate.model_shape import LayerShape, ModelShape
 from kvpolicy.evaluation.variant import Variant
+from kvpolicy.interfaces import PropagationPolicy
 
 # Notes name at most this many layers.
 MAX_NAMED = 4
@@ -105,8 +105,7 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
             "after a drop they read only the tokens that are left."
         )
     notes += [f"{COMPOSITION}: {each.policy}." for each in chosen if each.name == COMPOSITION]
-    for name in dict.fromkeys(each.name for each in chosen):
-        propagation = next(each.policy.propagation for each in chosen if each.name == name)
+    for name, propagation in _propagations(chosen).items():
         acting = sorted(propagation.acting_layers(shape.num_layers))
         if 0 < len(acting) <= MAX_NAMED:
             does = (
@@ -133,6 +132,14 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
     return notes
 
 
+def _propagations(chosen: Sequence[Variant]) -> dict[str, PropagationPolicy]:
+    """Return the propagation policy by the name of a policy, of its first variant."""
+    found: dict[str, PropagationPolicy] = {}
+    for each in chosen:
+        found.setdefault(each.name, each.policy.propagation)
+    return found
+
+
 def _window_notes(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list[str]:
     """Return notes on sliding windows shorter than the prompt and on policies these exclude."""
     short = [i for i, each in enumerate(shape.layers) if (each.window or context) < context]
@@ -145,8 +152,7 @@ def _window_notes(shape: ModelShape, context: int, chosen: Sequence[Variant]) ->
         f"keep {'the last chunk' if first.chunked else 'this window'} under every policy."
     ]
     seeing = [str(i) for i in shape.eligible if i not in short]
-    for name in dict.fromkeys(each.name for each in chosen):
-        propagation = next(each.policy.propagation for each in chosen if each.name == name)
+    for name, propagation in _propagations(chosen).items():
         acting = propagation.acting_layers(shape.num_layers)
         if propagation.restarts and acting:
             notes.append(
@@ -159,14 +165,3 @@ def _window_notes(shape: ModelShape, context: int, chosen: Sequence[Variant]) ->
                 f"refuses; layers that see the whole prompt: {', '.join(seeing) or 'none'}."
             )
     return notes
-
-
-def row_data(variant: Variant, found: Estimate) -> dict[str, Any]:
-    """Return an estimate as a dict for JSON."""
-    return {
-        "policy": variant.name,
-        "retention_rate": variant.retention_rate,
-        "retention_tokens": variant.retention_tokens,
-        "parameters": dict(variant.parameters),
-        **found.as_data(),
-    }

@@ -211,8 +211,7 @@ class Conversation:
         text, images = template.render(messages), images_of(messages)
         start = before.new_from(text, images)
         if start is not None:
-            turn = before.with_text(text, template.ids(text, start))
-            return turn, turn.of_tokens, False
+            return before.with_text(text, template.ids(text, start)), {}, False
         ids, inputs = template.read_images(messages) if images else (template.ids(text, 0), {})
         if before.ids:
             warnings.warn(
@@ -221,9 +220,8 @@ class Conversation:
                 RereadingWarning,
                 stacklevel=3,
             )
-        of_tokens = {name: each for name, each in inputs.items() if each.shape == (1, len(ids))}
         cache = PolicyCache(self.cache.policy, self.cache.storage)
-        turn = ChatReading(cache, text, ids=tuple(ids), images=tuple(images), of_tokens=of_tokens)
+        turn = ChatReading(cache, text, ids=tuple(ids), images=tuple(images))
         return turn, inputs, bool(before.ids)
 
     @contextmanager

@@ -36,7 +36,6 @@ class ChatReading:
         answer: The text of the last answer, as it was generated, without what ends it.
         ids: The ids of both. The next turn also reads those that the cache lacks.
         images: The images of the conversation.
-        of_tokens: Further inputs of the model with a number for each token, ``[1, len]``.
         offsets: How far positions differ from columns after images. Models with positions in
             several axes store this of their last prompt, as ``rope_deltas``, so that it belongs to
             another conversation when that one was asked.
@@ -47,7 +46,6 @@ class ChatReading:
     answer: str = ""
     ids: tuple[int, ...] = ()
     images: tuple[Any, ...] = ()
-    of_tokens: dict[str, Tensor] = attrs.field(factory=dict)
     offsets: tuple[Tensor | None, ...] = ()
 
     def new_from(self, text: str, images: Sequence[Any]) -> int | None:
@@ -57,9 +55,8 @@ class ChatReading:
         """
         if not self._has(images) or not text.startswith(self.text):
             return None
-        rest, answer = text[len(self.text) :], self.answer
-        forms = (rest, answer), (rest.lstrip(), answer.lstrip()), (rest.lstrip(), answer.strip())
-        for form, said in forms:
+        rest = text[len(self.text) :]
+        for form, said in ((rest, self.answer), (rest.lstrip(), self.answer.strip())):
             if form.startswith(said) and len(form) > len(said):
                 return len(text) - len(form) + len(said)
         return None
@@ -82,12 +79,8 @@ class ChatReading:
 
     def with_text(self, text: str, new_ids: Sequence[int]) -> ChatReading:
         """Return the next turn's prompt: a longer text, whose new tokens are no images."""
-        of_tokens = {
-            name: nn.functional.pad(each, (0, len(new_ids)))
-            for name, each in self.of_tokens.items()
-        }
         ids, cache = (*self.ids, *new_ids), copy.copy(self.cache)
-        return attrs.evolve(self, cache=cache, text=text, ids=ids, of_tokens=of_tokens)
+        return attrs.evolve(self, cache=cache, text=text, ids=ids)
 
     def answered(
         self,
@@ -100,7 +93,7 @@ class ChatReading:
 
         Args:
             model: The model.
-            inputs: Its other inputs, for all ids.
+            inputs: Its other inputs, of images that are read.
             config: What `complete` returned.
             generation: The arguments of `generate`.
         """

@@ -50,7 +50,6 @@ def packed(reading: ChatReading, **settings: Any) -> str:
             "text": reading.text,
             "answer": reading.answer,
             "unread": reading.ids[reading.cache.get_seq_length() :],
-            "of_tokens": {name: each.tolist() for name, each in reading.of_tokens.items()},
             "offsets": [None if each is None else each.tolist() for each in reading.offsets],
             **written,
         }
@@ -90,7 +89,6 @@ def unpacked(
             found["answer"],
             (*read, *map(int, found["unread"])),
             tuple(images_of(found["messages"])),
-            {name: torch.tensor(each) for name, each in found["of_tokens"].items()},
             tuple(None if each is None else torch.tensor(each) for each in found["offsets"]),
         )
     except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:

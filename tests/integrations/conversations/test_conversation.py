@@ -70,12 +70,15 @@ def assert_same(conversation: Conversation, by_hand: ByHand) -> None:
 def test_turns_are_those_by_hand(
     llama: PreTrainedModel, qwen3: PreTrainedModel, policy: CachePolicy, form: str, ends: bool
 ) -> None:
-    """The ids of answers stay, though the tokenizer has fewer for their text."""
+    """The ids of answers stay, though the tokenizer has fewer for their text.
+
+    So does white space around them, which two of the templates strip.
+    """
     template, first, before, behind, after = FORMS[form]
     model = llama if form == "llama3" else qwen3
     tokenizer = chatter(template)
     end = tokenizer.eos_token_id
-    says = [*script(tokenizer, "so the fox____."), *([end] if ends else [])]
+    says = [*script(tokenizer, " so the fox____. "), *([end] if ends else [])]
     conversation = Conversation(model, tokenizer, policy)
     by_hand = ByHand(model, tokenizer, policy)
     new = first
