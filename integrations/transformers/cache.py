@@ -270,7 +270,6 @@ class PolicyCache(DispatchedCache):
 
     def report(self) -> CacheReport:
         """Report how many tokens and bytes the cache holds, next to those of a full cache."""
-        self._reader.fixed.read_queries()
         return CacheReport.of(self.layers, sum(self.seen_lengths), self.get_seq_length())
 
     @property

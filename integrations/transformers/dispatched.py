@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import Cache
 
 from kvpolicy.errors import NotAttachedError
-from kvpolicy.integrations.transformers.forward.decoding.static_rolling import RollingDecoding
 from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
@@ -166,7 +165,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         self.update_recurrent_state(linear_cache, layer_idx)
 
     @property
-    def _static(self) -> StaticDecoding | RollingDecoding | None:
+    def _static(self) -> StaticDecoding | None:
         """The fixed buffers into which an answer is being decoded; None if there are none."""
         return self._reader.fixed.buffers
 

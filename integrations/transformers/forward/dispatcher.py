@@ -212,7 +212,7 @@ class ForwardDispatcher:
     def _begin_turn(self, prompt_end: int | None) -> None:
         self.abandon_forward()
         self.end_answer()
-        self.fixed.steps, self.fixed.next_ids = 0, None
+        self.fixed.next_ids = None
         starts = not self.appends
         self.now = attrs.evolve(self.now, starts_turn=starts, prompt_end=prompt_end, chunks=None)
 
@@ -417,7 +417,7 @@ class ForwardDispatcher:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the cache's state for a copy, without the attachment to a model."""
-        self.fixed.read_queries()
+        self.unhooked.settle()
         # A forward under way, or one that was interrupted, is not part of the copy.
         held = self._before_call or self._undo or self.recorded()
         layers = [each.fresh() for each in self.layers]

@@ -16,12 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from kvpolicy.decoding import DecodingEviction
 from kvpolicy.errors import UnsupportedGenerationError
-from kvpolicy.integrations.transformers.forward.decoding.static_choosing import StaticChoice
-from kvpolicy.integrations.transformers.forward.decoding.static_rolling import RollingDecoding
 from kvpolicy.integrations.transformers.forward.static_masks import StaticMasks
-from kvpolicy.integrations.transformers.model.observing import observed_by
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
@@ -45,11 +41,6 @@ class StaticKeys:
     filled: Tensor
     mask: Tensor
 
-    @property
-    def capacity(self) -> int:
-        """The number of tokens for which the buffers have slots."""
-        return self.keys.shape[2]
-
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write one token's keys and values; return the whole buffers, unused slots included."""
         self.keys.index_copy_(2, self.filled, keys)
@@ -67,24 +58,17 @@ class StaticDecoding:
         positions: ``[batch, 1]`` int64, rotary positions of the current token after a restart has
             left tokens out; None if they are the positions that the model is given.
         masks: The masks of the layers.
-        room: Number of tokens that fit; with ``choice``, before layers choose.
-        left: Number of tokens of the answer that fit if layers choose in between.
-        starts: By layer, the number of slots taken when decoding began or when layers last chose.
-        choice: How layers stay bounded; None if they are not bounded.
+        room: Number of tokens that fit.
+        starts: By layer, the number of slots taken when decoding began.
         steps: Number of tokens whose forward was asked for since then.
-        rests: Whether the layers hold their chosen slots in their own memory, and the buffers hold
-            nothing.
     """
 
     layers: list[StaticKeys]
     positions: Tensor | None
     masks: StaticMasks
     room: int
-    left: int
     starts: list[int]
-    choice: StaticChoice | None = None
     steps: int = 0
-    rests: bool = False
 
     @staticmethod
     def of(
@@ -92,8 +76,7 @@ class StaticDecoding:
         tokens: SeenTokens,
         windows: list[int | None],
         implementation: str,
-        left: int,
-        decoding: DecodingEviction | None = None,
+        room: int,
     ) -> StaticDecoding:
         """Make the fixed buffers and masks for decoding after a prompt.
 
@@ -102,47 +85,31 @@ class StaticDecoding:
             tokens: The tokens seen.
             windows: Each layer's sliding window; None if it sees all tokens.
             implementation: The model's attention implementation.
-            left: The largest number of tokens to come.
-            decoding: The rule that bounds the layers; None if they are not bounded.
+            room: The largest number of tokens to come.
         """
-        choice, room = None, left
-        if decoding is not None:
-            choice = StaticChoice.of(decoding, layers, windows, implementation)
-            until = decoding.every - tokens.appended.shape[1]
-            room = min(until, left)
-        held = [
-            layer.claim(None if choice is None else choice.capacity_for(index, layer, until, left))
-            for index, layer in enumerate(layers)
-        ]
+        held = [layer.claim() for layer in layers]
         capacities = [keys.shape[2] for keys, _ in held]
         masks = StaticMasks.of(layers, tokens, windows, implementation, capacities, room)
         buffers: list[StaticKeys] = []
         for index, (layer, (keys, values)) in enumerate(zip(layers, held, strict=True)):
             filled = torch.full((1,), layer.kept_len, device=keys.device)
-            mask, ring = masks.of_layer(index).mask, None if choice is None else choice.rings[index]
-            tensors = [keys, values, filled, mask]
-            if ring is not None:
-                # Attention gets this mask, and shows its queries to the ring that the mask names.
-                mask = observed_by(mask.view(mask.shape), ring)
-                tensors += [mask, ring.queries, ring.slot]
-            for tensor in tensors:
+            mask = masks.of_layer(index).mask
+            for tensor in (keys, values, filled, mask):
                 # CUDA graphs must know that this tensor never changes its address.
                 torch._dynamo.mark_static_address(tensor)
             buffers.append(StaticKeys(keys, values, filled, mask))
         positions = None if tokens.skipped is None else torch.zeros_like(tokens.lengths)[:, None]
         starts = [layer.kept_len for layer in layers]
-        return StaticDecoding(buffers, positions, masks, room, left, starts, choice)
+        return StaticDecoding(buffers, positions, masks, room, starts)
 
     def advance(self, positions: Tensor, rotary: Tensor) -> None:
-        """Prepare the next decoding step: its masks, its rotary position, and its query's slot.
+        """Prepare the next decoding step: its masks and its rotary position.
 
         Args:
             positions: ``[batch, 1]``, its original positions.
             rotary: ``[batch, 1]``, its rotary positions.
         """
         self.masks.advance(self.steps)
-        if self.choice is not None:
-            self.choice.advance(self.steps)
         if self.positions is not None:
             self.positions.copy_(rotary)
         self.steps += 1
@@ -158,44 +125,6 @@ class StaticDecoding:
         filled = torch.stack([each.filled.to(device) for each in self.layers])
         written = filled - torch.tensor(self.starts, device=device)[:, None]
         return self.steps - int(written.min())
-
-    def read_queries(self, layers: list[PolicyLayer], seen: int) -> None:
-        """Copy the queries of the decoding steps so far from the buffers to the layers.
-
-        ``seen`` is the number of columns seen.
-        """
-        if self.choice is not None:
-            self.choice.read(layers, self.steps, seen)
-
-    def go_on(self, layers: list[PolicyLayer], tokens: SeenTokens) -> bool:
-        """Continue in the same buffers with the slots that layers have just kept, if these fit.
-
-        Args:
-            layers: The layers of the cache, with memory of their own.
-            tokens: The tokens seen.
-
-        Returns:
-            True if the slots fit the buffers and the masks' shapes. Otherwise nothing has changed,
-            and new buffers must be made.
-        """
-        choice, left = self.choice, self.left - self.steps
-        assert choice is not None
-        capacities = [each.capacity for each in self.layers]
-        of_layers = enumerate(zip(layers, capacities, strict=True))
-        fits = [choice.fits(index, layer, capacity, left) for index, (layer, capacity) in of_layers]
-        if not left or not all(fits):
-            return False
-        room = min(choice.decoding.every, left)
-        how = choice.windows, choice.implementation, capacities, room
-        if not self.masks.take(StaticMasks.of(layers, tokens, *how)):
-            return False
-        for layer, buffers in zip(layers, self.layers, strict=True):
-            layer.move_into(buffers.keys, buffers.values)
-            buffers.filled.fill_(layer.kept_len)
-        choice.load(layers)
-        self.starts, self.steps = [layer.kept_len for layer in layers], 0
-        self.room, self.left, self.rests = room, left, False
-        return True
 
 
 # Hooks use only the cache in the call, so that code compiled with one cache is right for all. The
@@ -256,9 +185,9 @@ class BeforeLayer:
         return (hidden,), {**given, "attention_mask": static.layers[self.index].mask}
 
 
-def _static_of(arguments: dict[str, Any]) -> StaticDecoding | RollingDecoding | None:
+def _static_of(arguments: dict[str, Any]) -> StaticDecoding | None:
     for each in arguments.values():
         if isinstance(each, Cache):
-            found: StaticDecoding | RollingDecoding | None = getattr(each, "_static", None)
+            found: StaticDecoding | None = getattr(each, "_static", None)
             return found
     return None

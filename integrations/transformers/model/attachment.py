@@ -12,7 +12,6 @@ from transformers import Cache
 
 from kvpolicy.errors import NotAttachedError, UnsupportedModelError
 from kvpolicy.integrations.transformers.model.call_arguments import by_name, signature
-from kvpolicy.integrations.transformers.model.observing import observe, unobserve
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.routing import route, unroute, users_of
 from kvpolicy.integrations.transformers.surface import CACHE, cache_name
@@ -187,7 +186,6 @@ class Attachment(_Hooks):
         self.outer: list[nn.Module] = [parts.model]
         self._handles: list[RemovableHandle] = []
         self._routed: list[nn.Module] = []
-        self._observed: list[nn.Module] = []
 
     def attach(self) -> None:
         """Register all hooks on the model; remove them again if this fails."""
@@ -229,20 +227,14 @@ class Attachment(_Hooks):
         self,
         before_decoder: DecoderHook,
         before_layers: Sequence[DecoderHook],
-        *,
-        observes: bool = False,
     ) -> None:
         """Replace all hooks by those for decoding steps that may be compiled.
 
         Args:
             before_decoder: The hook before the decoder; it uses the cache that the call carries.
             before_layers: The hook before each layer, of the same form.
-            observes: Whether attention must show its queries to the objects that the masks name.
         """
         self.detach()
-        for attention in filter(None, self.parts.attentions) if observes else ():
-            observe(attention)
-            self._observed.append(attention)
         pairs = zip(
             (self.parts.decoder, *self.parts.layers), (before_decoder, *before_layers), strict=True
         )
@@ -256,9 +248,7 @@ class Attachment(_Hooks):
             handle.remove()
         for attention in self._routed:
             unroute(attention)
-        for attention in self._observed:
-            unobserve(attention)
-        self._handles, self._routed, self._observed = [], [], []
+        self._handles, self._routed = [], []
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
