@@ -61,7 +61,7 @@ class ModelCallbacks(Protocol):
 
     @property
     def is_unhooked(self) -> bool:
-        """True if an answer is being decoded into fixed buffers, or without hooks."""
+        """True if Transformers' own layers hold the keys of an answer."""
 
     @property
     def run(self) -> LayerCallbacks | None:

@@ -317,7 +317,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return the key and value buffers, into whose free slots another object will write.
 
         They are ``[batch, kv_heads, capacity, head_dim]``, with the layer's ``room`` behind the
-        slots held. Until `release`, only that object appends, and reports it with `written`.
+        slots held. Until `release`, only that object appends.
         """
         self.held = room = self._padded_alike().with_room(self.room)
         return room.claim()
@@ -335,12 +335,6 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             return
         if self._packs(chosen, int((chosen >= 0).sum())):
             self._hold(*held.read(), chosen, 0)
-
-    def written(self, tokens: SeenTokens) -> None:
-        """Record that another object wrote the next token into this layer's key/value buffers."""
-        assert isinstance(self.held, Plain)
-        self.held = self.held.written(1)
-        self.follow(tokens)
 
     def release(self) -> None:
         """End `claim`, so that only this layer appends to its buffers."""
