@@ -333,9 +333,13 @@ class Counting(Reader):
         sys.setprofile(None)
 
     def _note(self, frame: Any, event: str, _: Any) -> None:
-        if event == "call" and "integrations/transformers/" in frame.f_code.co_filename:
-            if "site-packages/transformers" not in frame.f_code.co_filename:
-                self.calls[-1][frame.f_code.co_name] += 1
+        where = frame.f_code.co_filename
+        if (
+            event == "call"
+            and "integrations/transformers/" in where
+            and "site-packages" not in where
+        ):
+            self.calls[-1][frame.f_code.co_name] += 1
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
