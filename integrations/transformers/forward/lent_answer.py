@@ -95,6 +95,7 @@ class LentAnswer:
         self.most: int | None = None
         self._may_begin = False
         self._lent: list[Lent] = []
+        self._given = False  # whether the cache's layers hold the keys, too
         self._thread = threading.current_thread()  # the one that decodes
         self._ids: dict[int, Tensor] = {}  # by column, of tokens that are not yet recorded
         self._removed = ExitStack()  # what is removed from the model at the end
@@ -142,7 +143,7 @@ class LentAnswer:
         parts, cache = reader.attachment.parts, reader.attachment.cache
         lent: list[Lent] = []
         for layer, module in zip(reader.layers, parts.attentions, strict=True):
-            if layer.contents.padded:
+            if layer.contents.padded and module is not None:
                 lent.append(heads := LentHeads(layer, module))
                 self._removed.enter_context(replaced(module, heads.attend))
             else:
@@ -202,8 +203,10 @@ class LentAnswer:
         if self.cache is None:
             self._ids.clear()
         self._ids[self._of.seen] = ids
-        for layer, each in zip(self._of.layers, self._lent, strict=False):
-            each.lend(layer)
+        if self._given:
+            self._given = False
+            for layer, each in zip(self._of.layers, self._lent, strict=True):
+                each.lend(layer)
 
     def _move_positions(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -264,6 +267,7 @@ class LentAnswer:
             return
         for layer, each in zip(reader.layers, self._lent, strict=True):
             each.give(layer, each.start + count)
+        self._given = True
         if self.static is not None:
             self.static.recorded += count
         columns = torch.ones(tokens.batch, count, dtype=torch.bool, device=tokens.valid.device)
@@ -298,6 +302,7 @@ class LentAnswer:
             return
         self.settle(drops_last=failed)
         static, self.static, self.cache, self._lent = self.static, None, None, []
+        self._given = False
         self._removed.close()
         for layer in self._of.layers:
             layer.behind = None

@@ -182,7 +182,9 @@ class LentHeads(_Growing):
     def _padded(self, name: str, length: int) -> Tensor:
         """Return all keys or values, ``[batch, kv_heads, length, dim]``, 0 on padding."""
         heads = [getattr(head, name) for head in self._heads]
-        whole = heads[0].new_zeros(self._rows, len(heads) // self._rows, length, heads[0].shape[3])
+        whole: Tensor = heads[0].new_zeros(
+            self._rows, len(heads) // self._rows, length, heads[0].shape[3]
+        )
         for into, own, pad in zip(whole.flatten(0, 1), heads, self._padding, strict=True):
             into[pad:] = own[0, 0, : length - pad]
         return whole
