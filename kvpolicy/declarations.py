@@ -12,9 +12,7 @@ from kvpolicy.interfaces import Part
 # The methods that each declaration is about: a class that overrides one must declare again.
 ABOUT = {
     "accumulates": ("score", "update", "state_size", "num_queries"),
-    "scores_last_attention": ("score", "num_queries"),
     "keeps_all": ("select",),
-    "keeps_highest": ("select", "protected"),
 }
 
 

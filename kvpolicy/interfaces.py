@@ -78,16 +78,6 @@ class KVSelector(Part, abc.ABC):
         return False
 
     @property
-    def keeps_highest(self) -> bool:
-        """True if each KV head keeps its protected tokens, then those of highest mean saliency.
-
-        The number is the budget's; of two equal tokens the earlier is kept; `protected_tail` and
-        `protected_first` are the protected tokens. A class that overrides `select` or `protected`
-        has to declare this again; otherwise the declaration is ignored.
-        """
-        return False
-
-    @property
     def is_bounded(self) -> bool:
         """True if the number of tokens kept does not grow with the context."""
         return self.budget is not None and self.budget.tokens is not None

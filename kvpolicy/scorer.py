@@ -50,16 +50,6 @@ class Scorer(Part, abc.ABC):
         """
         return False
 
-    @property
-    def scores_last_attention(self) -> bool:
-        """True if the saliency is exactly the last query's attention weight on each key.
-
-        Compiled decoding may then use the attention that the model computes anyway. A class that
-        overrides `score` or `num_queries` has to declare this again; otherwise the declaration is
-        ignored.
-        """
-        return False
-
     def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Return the saliency and the scorer's new state, for eviction while decoding.
 

@@ -38,6 +38,9 @@ from kvpolicy.integrations.transformers.state.saving import SavedCache
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from kvpolicy.policy import CachePolicy
 
+# The attributes of a cache that no copy takes over.
+OWN = ("layers", "_thread", "update")
+
 
 class PolicyCache(DispatchedCache):
     """A Transformers cache that applies a policy while the model reads a prompt.
@@ -270,7 +273,7 @@ class PolicyCache(DispatchedCache):
 
     def report(self) -> CacheReport:
         """Report how many tokens and bytes the cache holds, next to those of a full cache."""
-        self._reader.fixed.read_queries()
+        self._reader.answer.settle()
         return CacheReport.of(self.layers, sum(self.seen_lengths), self.get_seq_length())
 
     @property
@@ -337,9 +340,8 @@ class PolicyCache(DispatchedCache):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of the cache for a copy, without the attachment to a model."""
         state = {**self.__dict__, "_reader": copy.copy(self._reader)}
-        for own in ("layers", "_thread"):  # `__setstate__` sets both
-            del state[own]
-        return state
+        # `__setstate__` sets the first two; an answer is decoded with the third.
+        return {name: each for name, each in state.items() if name not in OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state of a copied cache, which belongs to the current thread."""

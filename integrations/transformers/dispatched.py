@@ -8,10 +8,9 @@ from torch import Tensor
 from transformers import Cache
 
 from kvpolicy.errors import NotAttachedError
-from kvpolicy.integrations.transformers.forward.decoding.static_rolling import RollingDecoding
 from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
-from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
+from kvpolicy.integrations.transformers.forward.static_steps import StaticSteps
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.surface import CACHE
 
@@ -54,12 +53,10 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
         """
-        growing = self._reader.unhooked.layers
-        if growing is not None:
-            return growing[layer_idx].write(key_states, value_states)
-        static = self._reader.fixed.buffers
-        if static is not None:
-            return static.layers[layer_idx].write(key_states, value_states)
+        lent = self._reader.answer.cache
+        if lent is not None:
+            keys, values = lent.update(key_states, value_states, layer_idx)
+            return keys, values
         run = self._run()
         return run.update(layer_idx, key_states, value_states, run.attentions[layer_idx])
 
@@ -164,14 +161,14 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         self.update_recurrent_state(linear_cache, layer_idx)
 
     @property
-    def _static(self) -> StaticDecoding | RollingDecoding | None:
-        """The fixed buffers into which an answer is being decoded; None if there are none."""
-        return self._reader.fixed.buffers
+    def _static(self) -> StaticSteps | None:
+        """The steps of an answer that may be compiled; None if there are none."""
+        return self._reader.answer.static
 
     @property
     def is_compileable(self) -> bool:
         """True if `generate` may compile the decoding of an answer."""
-        return self._reader.fixed.is_compileable
+        return self._reader.answer.is_compileable
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many input columns the cache has read, padding included.
@@ -190,9 +187,10 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         The offset is the number of columns seen but not stored. An attention module that computes
         distances between queries and keys gets all columns seen instead.
         """
-        run, unhooked = self._reader.at_work, self._reader.unhooked
-        if unhooked.layers is not None:
-            return unhooked.mask_sizes(query_length, layer_idx, self._reader.seen_by(layer_idx))
+        run, reader = self._reader.at_work, self._reader
+        lent = reader.answer.mask_sizes(query_length, layer_idx, reader.seen_by(layer_idx))
+        if lent is not None:
+            return lent
         columns = None if run is None else run.columns(layer_idx)
         if columns is not None:
             return columns.keys, 0

@@ -19,8 +19,8 @@ from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.applying import applied_to
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.continuation import Given
-from kvpolicy.integrations.transformers.forward.fixed_answer import FixedAnswer
-from kvpolicy.integrations.transformers.forward.static_decoding import IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.forward.lent_answer import LentAnswer
+from kvpolicy.integrations.transformers.forward.static_steps import IMPLEMENTATIONS
 from kvpolicy.integrations.transformers.model.both_ways import cuts_of
 from kvpolicy.integrations.transformers.surface import (
     ATTN_IMPLEMENTATION,
@@ -78,8 +78,8 @@ def wrap_generate() -> None:
             with cache.attached(self), _masks_of_steps(self):
                 turn.given.check_same(cache._reader.tokens)
                 with turn.of(cache):
-                    if cache._reader.fixed.is_compileable:
-                        args, kwargs = AnswerIds(cache._reader.fixed).added(args, kwargs)
+                    if turn.unhooked is not None:
+                        args, kwargs = AnswerIds(cache._reader.answer).added(args, kwargs)
                     output = original(self, *args, **kwargs)
             if applied is not None:
                 applied._note(cache)
@@ -151,20 +151,20 @@ class Turn:
 
 
 class AnswerIds(StoppingCriteria):  # type: ignore[misc]
-    """A stopping criterion that never stops, and tells fixed buffers which token is read next.
+    """A stopping criterion that never stops, and tells a cache which token is read next.
 
-    A decoding step may be compiled, so that no hook can note its ids.
+    An answer's tokens may run without hooks, so that no hook can note their ids.
 
     Args:
-        fixed: The manager of the fixed buffers.
+        answer: The manager of the cache's answers.
     """
 
-    def __init__(self, fixed: FixedAnswer) -> None:
-        self.fixed = fixed
+    def __init__(self, answer: LentAnswer) -> None:
+        self.answer = answer
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Note the last ids of ``input_ids`` ``[batch, len]``; stop in no row."""
-        self.fixed.next_ids = input_ids[:, -1:]
+        self.answer.note_ids(input_ids[:, -1:])
         return input_ids.new_zeros(len(input_ids), dtype=torch.bool)
 
     def added(
@@ -196,7 +196,7 @@ class _StepMasks:
     def __call__(self, **kwargs: Any) -> Any:
         cache = given_cache(kwargs)
         if isinstance(cache, PolicyCache):
-            return cache._reader.fixed.mask_of_step(kwargs.get("attention_mask"))
+            return cache._reader.answer.mask_of_step(kwargs.get("attention_mask"))
         return self.original(**kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

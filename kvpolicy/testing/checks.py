@@ -179,7 +179,7 @@ def check_selector(
             _check_bounded(component, context, saliency)
         if component.equal_counts:
             _check_equal_counts(context, protected, kept)
-        check_kept(component, context, saliency, kept)
+        check_kept(component, context, kept)
 
     run_examples(run, lambda draws: draw_context(draws, 0, component), shrink=shrink)
 

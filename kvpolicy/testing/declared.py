@@ -44,7 +44,6 @@ def check_scorer_declares(scorer: Scorer) -> None:
     _check_asked(scorer)
     _require_count("state_size", scorer.state_size)
     _require_flag("accumulates", scorer.accumulates)
-    _require_flag("scores_last_attention", scorer.scores_last_attention)
 
 
 def check_selector_declares(selector: KVSelector) -> None:
@@ -59,7 +58,6 @@ def check_selector_declares(selector: KVSelector) -> None:
     _require_flag("equal_counts", selector.equal_counts)
     _require_flag("unequal_heads", selector.unequal_heads)
     _require_flag("keeps_all", selector.keeps_all)
-    _require_flag("keeps_highest", selector.keeps_highest)
 
 
 def check_propagation_declares(propagation: PropagationPolicy) -> None:

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpolicy.attention import causal_attention_sums, group_mean
+from kvpolicy.attention import group_mean
 from kvpolicy.context import LayerContext
 from kvpolicy.declarations import declares
 from kvpolicy.interfaces import KVSelector, Scorer
 from kvpolicy.layer_inputs import DecodingInputs
-from kvpolicy.selection import head_budgets, select_top
 from kvpolicy.testing.declared import require
 
 # A difference of summation order over up to 40 queries of magnitude 1 stays far below this.
@@ -25,13 +24,6 @@ def check_scored(component: Scorer, context: LayerContext, saliency: Tensor) -> 
     Raises:
         AssertionError: It is not so.
     """
-    if declares(component, "scores_last_attention"):
-        expected = causal_attention_sums(context._showing(1))
-        require(
-            component.num_queries == 1 and _near(saliency, expected, context),
-            "a scorer that declares scores_last_attention must read one query, and return its "
-            "attention weights",
-        )
     if declares(component, "accumulates"):
         require(
             component.num_queries is None and component.state_size > 0,
@@ -48,9 +40,7 @@ def check_scored(component: Scorer, context: LayerContext, saliency: Tensor) -> 
             )
 
 
-def check_kept(
-    component: KVSelector, context: LayerContext, saliency: Tensor, kept: Tensor
-) -> None:
+def check_kept(component: KVSelector, context: LayerContext, kept: Tensor) -> None:
     """Check a selector's kept indices against what the selector's properties declare.
 
     Raises:
@@ -59,22 +49,6 @@ def check_kept(
     if declares(component, "keeps_all"):
         same = torch.equal((kept >= 0).sum(dim=-1), context.valid.sum(dim=-1))
         require(same, "a selector that declares keeps_all must keep every token")
-    if declares(component, "keeps_highest"):
-        fixed = context.is_tail(component.protected_tail)
-        fixed = fixed | context.is_first(component.protected_first)
-        budget = component.budget
-        require(budget is not None, "a selector that declares keeps_highest must have a budget")
-        assert budget is not None
-        counts = head_budgets(budget, context.seen_len, valid=context.valid, protected=fixed)
-        scores = group_mean(saliency, context.kv_heads)
-        highest = select_top(scores, counts, valid=context.valid, protected=fixed)
-        width = max(kept.shape[2], highest.shape[2])
-        one, other = (pad(each, (width - each.shape[2], 0), value=-1) for each in (kept, highest))
-        require(
-            torch.equal(one, other),
-            "a selector that declares keeps_highest must keep the protected_tail, the "
-            "protected_first and the highest of each KV head, as many as its budget says",
-        )
 
 
 def _near(found: Tensor, expected: Tensor, context: LayerContext) -> bool:

@@ -34,11 +34,6 @@ class LastQueryScorer(Scorer):
         """Always 1: the scorer reads the last query only."""
         return 1
 
-    @property
-    def scores_last_attention(self) -> bool:
-        """Always True: the saliency is the last query's attention."""
-        return True
-
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         return causal_attention_sums(context)

@@ -67,11 +67,6 @@ class GQAGroupSelector(KVSelector):
         """Always True: all heads keep equally many tokens."""
         return True
 
-    @property
-    def keeps_highest(self) -> bool:
-        """Always True: each KV head keeps the tokens of highest mean saliency."""
-        return True
-
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """Return how many tokens of each row the budget allows every head to keep."""
         fixed = protected_counts(context, tail=self.protected_tail, first=self.protected_first)

@@ -20,16 +20,15 @@ from kvpolicy.integrations.transformers.forward.added_features import (
 from kvpolicy.integrations.transformers.forward.arriving import Arriving
 from kvpolicy.integrations.transformers.forward.chunks import Chunks
 from kvpolicy.integrations.transformers.forward.facts import ModelFacts, keeps_everything
-from kvpolicy.integrations.transformers.forward.fixed_answer import FixedAnswer
 from kvpolicy.integrations.transformers.forward.forward_run import ForwardRun
 from kvpolicy.integrations.transformers.forward.inputs import inputs_of
+from kvpolicy.integrations.transformers.forward.lent_answer import LentAnswer
 from kvpolicy.integrations.transformers.forward.outer_call import OuterCall
 from kvpolicy.integrations.transformers.forward.output_order import joined_outputs
 from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
 from kvpolicy.integrations.transformers.forward.passes import KeyUse
 from kvpolicy.integrations.transformers.forward.plan import Arrival
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
-from kvpolicy.integrations.transformers.forward.unhooked_answer import UnhookedAnswer
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -76,8 +75,7 @@ class ForwardDispatcher:
         self.now = ReadState()
         self.run: PassRun | None = None
         self.facts: ModelFacts | None = None
-        self.fixed = FixedAnswer(self)
-        self.unhooked = UnhookedAnswer(self)
+        self.answer = LentAnswer(self)
         self.attachment: Attachment | None = None
         self.filled_by: weakref.ref[nn.Module] | None = None
         self.appends = False
@@ -101,7 +99,7 @@ class ForwardDispatcher:
     @property
     def tokens(self) -> SeenTokens | None:
         """The record of the tokens that the cache has read; None if it has read none."""
-        self.unhooked.settle()
+        self.answer.settle()
         return self.now.tokens
 
     @tokens.setter
@@ -121,7 +119,7 @@ class ForwardDispatcher:
     def seen_by(self, index: int) -> int:
         """Return the number of columns that a layer has seen, padding included."""
         before = 0 if self.now.tokens is None else self.now.tokens.seen
-        return before + self.unhooked.seen_since(index)
+        return before + self.answer.seen_since(index)
 
     @property
     def placed(self) -> CachePolicy:
@@ -145,8 +143,8 @@ class ForwardDispatcher:
 
     @property
     def is_unhooked(self) -> bool:
-        """True if an answer is being decoded into fixed buffers, or without hooks."""
-        return self.fixed.buffers is not None or self.unhooked.layers is not None
+        """True if Transformers' own layers hold the keys of an answer."""
+        return self.answer.cache is not None
 
     @property
     def at_work(self) -> PassRun | None:
@@ -182,13 +180,12 @@ class ForwardDispatcher:
         self.now = ReadState()
 
     def end_answer(self, *, failed: bool = False) -> None:
-        """End the decoding of an answer into fixed buffers or without hooks, if there is one.
+        """Take the keys of an answer back from Transformers' own layers, if they hold them.
 
         Args:
             failed: Whether something failed, so that the last token is forgotten.
         """
-        self.unhooked.end(failed=failed)
-        self.fixed.end(failed=failed)
+        self.answer.end(failed=failed)
 
     def take_tokens(self, tokens: SeenTokens) -> None:
         """Replace the record of the tokens seen, here and in all layers of the cache."""
@@ -217,7 +214,6 @@ class ForwardDispatcher:
     def _begin_turn(self, prompt_end: int | None) -> None:
         self.abandon_forward()
         self.end_answer()
-        self.fixed.steps, self.fixed.next_ids = 0, None
         starts = not self.appends
         self.now = attrs.evolve(self.now, starts_turn=starts, prompt_end=prompt_end, chunks=None)
 
@@ -237,11 +233,12 @@ class ForwardDispatcher:
             may_be_static: Whether the answer may be decoded into buffers of a fixed size.
             unhooked: The largest number of answer tokens if they may be decoded without hooks.
         """
-        before, outer = self.recorded(), (self._in_generate, self.fixed.allowed)
+        before, outer = self.recorded(), (self._in_generate, self.answer.may_be_static)
         self._begin_turn(prompt_end)
         self._in_generate = True
-        self.fixed.allowed = may_be_static and self._attached.alone and not self.appends
-        self.unhooked.most = None if self.fixed.is_compileable else unhooked
+        answer = self.answer
+        answer.may_be_static = may_be_static and self._attached.alone and not self.appends
+        answer.most = None if answer.is_compileable else unhooked
         try:
             yield
         except BaseException:
@@ -249,8 +246,8 @@ class ForwardDispatcher:
             raise
         finally:
             self.end_answer()
-            self.unhooked.most = None
-            self._in_generate, self.fixed.allowed = outer
+            answer.most = None
+            self._in_generate, answer.may_be_static = outer
             self.abandon_forward()
             if self.now.chunks is not None:
                 self._go_back(before)
@@ -285,7 +282,7 @@ class ForwardDispatcher:
             self.abandon_forward()
         outer, self._outer, self._before_call = self._outer, OuterCall(), None
         if not failed:
-            self.unhooked.begin()
+            self.answer.begin()
         if not failed and not outer.has_reached:
             raise UnsupportedModelError(
                 f"{type(self._attached.parts.model).__name__} was called with the cache, but did "
@@ -386,7 +383,7 @@ class ForwardDispatcher:
         except BaseException:
             self.abandon_forward()
             raise
-        self.unhooked.look(run, self._given)
+        self.answer.look(run, self._given)
         self.filled_by = weakref.ref(self._attached.parts.decoder)
         if run.made.keys is KeyUse.SELECT:
             self.now = ReadState(self.now.tokens, run.propagated)
@@ -422,7 +419,7 @@ class ForwardDispatcher:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the cache's state for a copy, without the attachment to a model."""
-        self.fixed.read_queries()
+        self.answer.settle()
         # A forward under way, or one that was interrupted, is not part of the copy.
         held = self._before_call or self._undo or self.recorded()
         layers = [each.fresh() for each in self.layers]
@@ -431,13 +428,12 @@ class ForwardDispatcher:
         for layer, own in zip(layers, self.layers, strict=True):
             layer.facts = own.facts.of_copy()
         link(layers)
-        tokens = None if held.tokens is None else self.fixed.copied(layers, held.tokens)
         return {
             "policy": self.policy,
             "storage": self.storage,
             "max_new_tokens": self.max_new_tokens,
             "layers": layers,
-            "now": attrs.evolve(held, tokens=tokens, propagated=dict(held.propagated), layers=None),
+            "now": attrs.evolve(held, propagated=dict(held.propagated), layers=None),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -96,7 +96,7 @@ class Select(AtEnd):
     ) -> None:
         """Let the policy choose what the layer keeps and which tokens it passes on."""
         layer, window = at.layers[index], at.masks.windows[index]
-        layer.facts.query_heads, layer.facts.scores = inputs.queries.shape[1], inputs.scores
+        layer.facts.query_heads = inputs.queries.shape[1]
         if window is None and self._keeps_all(at, index, inputs, stored):
             positions = at.masks.positions(layer, stored[0].shape[1], stored[0].device)
             layer.facts.expands = False

@@ -134,22 +134,6 @@ class StaticMasks:
         for mask in self.masks:
             mask.advance(step)
 
-    def take(self, others: StaticMasks) -> bool:
-        """Overwrite the masks by ``others`` in the same memory; return False if they do not fit."""
-        pairs = list(zip(self.masks, others.masks, strict=False))
-        if self.places != others.places or not all(
-            own.mask.ndim == new.mask.ndim
-            and all(
-                size in (1, room) for size, room in zip(new.mask.shape, own.mask.shape, strict=True)
-            )
-            for own, new in pairs
-        ):
-            return False
-        for own, new in pairs:
-            own.mask.copy_(new.mask)
-            own.slot, own.window = new.slot, new.window
-        return True
-
 
 def _tensor(mask: Mask) -> Tensor:
     assert isinstance(mask, Tensor)  # true for all `IMPLEMENTATIONS`

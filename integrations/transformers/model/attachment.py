@@ -11,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from kvpolicy.integrations.transformers.model.call_arguments import by_name, signature
-from kvpolicy.integrations.transformers.model.observing import observe, unobserve
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.routing import lock, route, unroute, users_of
 from kvpolicy.integrations.transformers.surface import CACHE, cache_name
@@ -64,7 +63,7 @@ class ModelCallbacks(Protocol):
 
     @property
     def is_unhooked(self) -> bool:
-        """True if an answer is being decoded into fixed buffers, or without hooks."""
+        """True if Transformers' own layers hold the keys of an answer."""
 
     @property
     def run(self) -> LayerCallbacks | None:
@@ -181,7 +180,6 @@ class Attachment(_Hooks):
         self._handles: list[RemovableHandle] = []
         self._around: list[AroundLayer] = []
         self._routed: list[nn.Module] = []
-        self._observed: list[nn.Module] = []
 
     def attach(self) -> None:
         """Register all hooks on the model; remove them again if this fails."""
@@ -215,20 +213,14 @@ class Attachment(_Hooks):
         self,
         before_decoder: DecoderHook,
         before_layers: Sequence[DecoderHook],
-        *,
-        observes: bool = False,
     ) -> None:
         """Replace all hooks by those for decoding steps that may be compiled.
 
         Args:
             before_decoder: The hook before the decoder; it uses the cache that the call carries.
             before_layers: The hook before each layer, of the same form.
-            observes: Whether attention must show its queries to the objects that the masks name.
         """
         self.detach()
-        for attention in filter(None, self.parts.attentions) if observes else ():
-            observe(attention)
-            self._observed.append(attention)
         pairs = zip(
             (self.parts.decoder, *self.parts.layers), (before_decoder, *before_layers), strict=True
         )
@@ -243,9 +235,7 @@ class Attachment(_Hooks):
             handle.remove()
         for attention in self._routed:
             unroute(attention)
-        for attention in self._observed:
-            unobserve(attention)
-        self._handles, self._routed, self._observed = [], [], []
+        self._handles, self._routed = [], []
 
     def _enter_layers(self) -> None:
         """Put a function around every layer, for the forward that begins."""

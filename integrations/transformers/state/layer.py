@@ -18,7 +18,6 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.integrations.transformers.surface import CacheLayerMixin
 from kvpolicy.selection import gather_positions, gather_slots
 
-Slots = Callable[[], tuple[Tensor, Tensor, Tensor]]
 # What layers hold in the precision of the model; states and sums have a precision of their own.
 OF_MODELS_DTYPE = ("keys", "values", "queries", "index_keys")
 
@@ -103,13 +102,6 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     @observed.setter
     def observed(self, observed: RecentQueries) -> None:
         self.contents = attrs.evolve(self.contents, observed=observed)
-
-    def loosen(self, slots: Slots) -> None:
-        """Let another object hold the keys and values, unsorted, until the layer is read again.
-
-        ``slots`` returns their keys, values and positions in ascending order of position.
-        """
-        self.held, self.behind = None, lambda: self._hold(*slots(), room=0)
 
     @property
     def keys(self) -> Tensor | None:
@@ -352,39 +344,20 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.held = held
         return held
 
-    def claim(self, capacity: int | None = None) -> tuple[Tensor, Tensor]:
+    def claim(self) -> tuple[Tensor, Tensor]:
         """Return the key and value buffers, into whose free slots another object will write.
 
-        They are ``[batch, kv_heads, capacity, head_dim]``. Until `release`, only that object
-        appends, and reports it with `written`.
-
-        Args:
-            capacity: Slots of new buffers that no other object holds, so that every slot may be
-                overwritten; None for the present buffers, with the layer's ``room`` behind the
-                slots held.
+        They are ``[batch, kv_heads, capacity, head_dim]``, with the layer's ``room`` behind the
+        slots held. Until `release`, only that object appends.
         """
-        held = self._padded_alike()
-        room = held.with_room(self.room) if capacity is None else held.moved(capacity)
-        assert isinstance(room, Plain)
-        self.held = room
+        self.held = room = self._padded_alike().with_room(self.room)
         return room.claim()
-
-    def move_into(self, keys: Tensor, values: Tensor) -> None:
-        """Copy keys and values into buffers that `claim` returned before, and claim these again."""
-        self.held = held = self._padded_alike().into(keys, values)
-        held.claim()
 
     def _padded_alike(self) -> Plain:
         """Return keys and values in the padded form that fixed buffers need."""
         held = self.held.unpacked() if isinstance(self.held, Packed) else self.held
         assert isinstance(held, Plain)
         return held
-
-    def own(self) -> None:
-        """Copy keys and values to memory into which no other object writes."""
-        if isinstance(self.held, Plain):
-            self.held = self.held.moved(self.kept_len)
-            self._pack()
 
     def _pack(self) -> None:
         """Store keys and values without padding again, after decoding into fixed buffers."""
@@ -393,12 +366,6 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             return
         if self._packs(chosen, int((chosen >= 0).sum())):
             self._hold(*held.read(), chosen, 0)
-
-    def written(self, tokens: SeenTokens) -> None:
-        """Record that another object wrote the next token into this layer's key/value buffers."""
-        assert isinstance(self.held, Plain)
-        self.held = self.held.written(1)
-        self.follow(tokens)
 
     def release(self) -> None:
         """End `claim`, so that only this layer appends to its buffers."""

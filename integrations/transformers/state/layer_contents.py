@@ -10,7 +10,6 @@ from kvpolicy.integrations.transformers.model.projection import OutputProjection
 from kvpolicy.integrations.transformers.model.rotary import RotaryChannels
 from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.integrations.transformers.state.storage import StoredKV
-from kvpolicy.layer_inputs import AttentionSettings
 
 
 @attrs.define(eq=False)
@@ -20,8 +19,6 @@ class LayerFacts:
     Args:
         query_heads: Number of query heads; 0 if unknown.
         spread: How the layer's heads are spread over processes.
-        scores: How its attention turns products of queries and keys into scores; None before the
-            first forward on which a policy acts.
         expands: Whether attention computes keys and values of more heads from the tensors held, as
             latent attention does.
         shows_queries: Whether the queries of its attention can be observed.
@@ -31,7 +28,6 @@ class LayerFacts:
 
     query_heads: int = 0
     spread: HeadSharding = attrs.field(factory=HeadSharding)
-    scores: AttentionSettings | None = None
     expands: bool = False
     shows_queries: bool = True
     turns: RotaryChannels | None = None

@@ -299,12 +299,6 @@ class Plain(StoredKV):
         """True if new tokens fit behind the slots in use without copying the buffers."""
         return self._may_write(keys, values) and self._has_room(self.length + keys.shape[2])
 
-    def into(self, keys: Tensor, values: Tensor) -> Plain:
-        """Return a copy in the first slots of two given buffers that nothing else uses."""
-        keys[:, :, : self.length] = self.keys[:, :, : self.length]
-        values[:, :, : self.length] = self.values[:, :, : self.length]
-        return Plain(keys, values, self.device, self.length, _Used(self.length))
-
     def claim(self) -> tuple[Tensor, Tensor]:
         """Return the whole buffers; until `release` only the caller may write to free slots."""
         self.used.slots = self.capacity

@@ -1,25 +1,18 @@
 """A declaration is believed of anybody's part, and of no subclass that changes what it is of."""
 
-from typing import Any
-
 import attrs
 import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy import CachePolicy, DecodingEviction, KVSelector, LayerContext, Scorer
+from kvpolicy import CachePolicy, KVSelector, LayerContext, Scorer
 from kvpolicy.attention import group_mean
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.forward.decoding.static_rolling import (
-    RollingDecoding,
-    takes_places,
-)
 from kvpolicy.integrations.transformers.forward.facts import keeps_everything
 from kvpolicy.policies import (
     AccumulatedAttentionScorer,
     GQAGroupSelector,
     KeepAllSelector,
-    LastQueryScorer,
     PassAllPropagation,
     SnapKV,
 )
@@ -29,7 +22,6 @@ from tests.integrations.forward.test_chunked_prefill import (
     PROMPT,
     TOLERANCE,
     assert_as_whole,
-    generate,
     model_of,
 )
 from tests.integrations.test_generation import CHUNKS_GO_ON
@@ -176,76 +168,7 @@ def test_who_keeps_everything_says_so() -> None:
     assert not keeps_everything(SnapKV(0.5), 4)
 
 
-@attrs.frozen
-class LastAttention(Scorer):
-    """What the last token attends to."""
-
-    @property
-    def num_queries(self) -> int:
-        return 1
-
-    @property
-    def scores_last_attention(self) -> bool:
-        return True
-
-    def score(self, context: LayerContext) -> Tensor:
-        return LastQueryScorer().score(context)
-
-
-@attrs.frozen
-class InverseAttention(LastQueryScorer):
-    """Changes what is scored, and says nothing of it."""
-
-    def score(self, context: LayerContext) -> Tensor:
-        return -super().score(context)
-
-
-@attrs.frozen
-class OtherTop(GQAGroupSelector):
-    """Changes what is kept, and says nothing of it."""
-
-    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        return super().select(None if saliency is None else -saliency, context)
-
-
-def rule(scorer: Scorer, selector: KVSelector | None = None) -> DecodingEviction:
-    least = GQAGroupSelector(retention_tokens=16, window_size=1)
-    return DecodingEviction(scorer, selector or least, every=1)
-
-
-def test_slots_are_taken_where_parts_say_that_the_least_attended_goes() -> None:
-    assert takes_places(rule(LastAttention()))
-    assert takes_places(rule(LastQueryScorer()))
-    assert not takes_places(rule(InverseAttention()))
-    assert not takes_places(rule(LastQueryScorer(), OtherTop(retention_tokens=16, window_size=1)))
-    assert not takes_places(
-        rule(LastQueryScorer(), GQAGroupSelector(retention_tokens=16, window_size=2))
-    )
-
-
-def test_a_third_partys_last_attention_is_decoded_as_tovas(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[RollingDecoding | None] = []
-    rolling = RollingDecoding.of
-
-    def recorded(*arguments: Any) -> RollingDecoding | None:
-        taken.append(rolling(*arguments))
-        return taken[-1]
-
-    monkeypatch.setattr(RollingDecoding, "of", staticmethod(recorded))
-    least = GQAGroupSelector(retention_tokens=16, window_size=1)
-    said = []
-    for scorer in (LastAttention(), LastQueryScorer()):
-        bound = rule(scorer)
-        policy = CachePolicy(scorer, least, PassAllPropagation(), decoding=bound)
-        cache = PolicyCache(policy, max_new_tokens=24)
-        said.append(generate(model_of("llama"), cache, max_new_tokens=24))
-        assert {layer.kept_len for layer in cache.layers} <= {16, 17}
-    assert torch.equal(*said)
-    assert len(taken) == 2
-    assert all(each is not None for each in taken)
-
-
-@pytest.mark.parametrize("scorer", [SummingSquares(), LastAttention()], ids=str)
+@pytest.mark.parametrize("scorer", [SummingSquares()], ids=str)
 def test_the_contract_holds_for_those_who_declare(scorer: Scorer) -> None:
     check_scorer(scorer)
 

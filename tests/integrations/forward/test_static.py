@@ -167,7 +167,7 @@ def test_what_was_compiled_with_one_cache_serves_another(
     assert graphs == [graphs[0]] * 3
     lengths = [cache.get_seq_length() for cache in caches]
     assert lengths == [57, 57, 57]
-    buffers = [weakref.ref(cache.layers[0].claim()[0]) for cache in caches]
+    buffers = [weakref.ref(cache.layers[0].held.keys) for cache in caches]
     del caches, cache, got
     gc.collect()
     assert [each() for each in buffers] == [None] * 3  # nor does what was compiled keep them

@@ -310,14 +310,11 @@ class Selection:
     carried: Tensor | None
     observed: RecentQueries | None
 
-    def store(self, *, room: int | None = None) -> None:
-        """Store the kept tokens in the layer, with memory for ``room`` more tokens.
-
-        None for ``room`` reserves the layer's own number.
-        """
+    def store(self) -> None:
+        """Store the kept tokens in the layer."""
         layer, positions = self.held.layer, self.held.positions
         if layer.indexed is not None:
             layer.indexed.show_held(self.order)
-        layer.store(*self.held.stored, positions, self.indices, self.carried, room=room)
+        layer.store(*self.held.stored, positions, self.indices, self.carried)
         if self.observed is not None:
             layer.observed = attrs.evolve(self.observed, carried=layer.observed.carried)

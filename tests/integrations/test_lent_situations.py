@@ -1,4 +1,4 @@
-"""Answers without hooks on layers in the ways in which `generate` is called, against those with."""
+"""Answers in layers of Transformers, in the ways in which `generate` is called."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,7 @@ from transformers import PreTrainedModel, StoppingCriteria
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.surface import CACHE
-from tests.integrations.test_unhooked_answers import (
-    BOUNDED,
+from tests.integrations.test_lent_answers import (
     POLICIES,
     assert_alike,
     begun,
@@ -24,7 +23,6 @@ from tests.integrations.test_unhooked_answers import (
 __all__ = ["begun", "llama"]  # fixtures
 
 SOME = {name: POLICIES[name] for name in ("snapkv", "adakv", "gemfilter")}
-SOME |= {f"bounded {name}": BOUNDED[name] for name in ("by queries", "by heads")}
 
 
 class Raises(StoppingCriteria):

@@ -1,7 +1,9 @@
-"""Answers of `generate` whose tokens run without hooks, against the same answers with hooks."""
+"""Answers of `generate` in layers of Transformers, against the same answers with hooks."""
 
 import copy
 import gc
+import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
-from kvpolicy import CachePolicy, DecodingEviction
+from kvpolicy import CachePolicy
 from kvpolicy.errors import CacheInUseError
 from kvpolicy.integrations.transformers import (
     OffloadedStorage,
@@ -19,24 +22,16 @@ from kvpolicy.integrations.transformers import (
     QuantizedStorage,
     Storage,
 )
-from kvpolicy.integrations.transformers.forward import unhooked_answer
-from kvpolicy.integrations.transformers.state import storage
-from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
+from kvpolicy.integrations.transformers.forward import lent_answer
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import (
-    H2O,
-    AccumulatedAttentionScorer,
     AdaKV,
-    AdaptiveHeadSelector,
     FastKV,
     FullContext,
     GemFilter,
-    GQAGroupSelector,
     PyramidInfer,
-    SinkAndRecentSelector,
     SnapKV,
     StreamingLLM,
-    WindowMaxPoolScorer,
 )
 from tests.families import FAMILIES, VOCAB_SIZE
 from tests.integrations.support.conversation import left_padded
@@ -51,30 +46,6 @@ POLICIES = {
     "gemfilter": GemFilter(filter_layer=1, retention_tokens=12),
     "gapless": attrs.evolve(StreamingLLM(0.3), gapless=True),
 }
-BOUNDED = {
-    "by queries": SnapKV(
-        retention_tokens=12,
-        decoding=DecodingEviction(
-            WindowMaxPoolScorer(window_size=3), GQAGroupSelector(retention_tokens=12), every=8
-        ),
-    ),
-    "by sums": H2O(
-        retention_tokens=12,
-        decoding=DecodingEviction(
-            AccumulatedAttentionScorer(), GQAGroupSelector(retention_tokens=12), every=8
-        ),
-    ),
-    "by places": StreamingLLM(
-        retention_tokens=12,
-        decoding=DecodingEviction(None, SinkAndRecentSelector(retention_tokens=12), every=8),
-    ),
-    "by heads": AdaKV(
-        retention_tokens=12,
-        decoding=DecodingEviction(
-            WindowMaxPoolScorer(window_size=3), AdaptiveHeadSelector(retention_tokens=12), every=8
-        ),
-    ),
-}
 # The families whose tokens need nothing of the library under any of the policies above.
 FREE = {
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "phi3", "granite"),
@@ -84,25 +55,17 @@ FREE = {
 REFUSED = {"falcon_alibi", "mamba", "bloom", "mpt"}
 
 
-@pytest.fixture(params=[0, 1 << 17], ids=["in place", "copied"])
-def copied_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Tokens are written behind the others, or few are copied with each token."""
-    count: int = request.param
-    monkeypatch.setattr(storage, "COPIED_BYTES", count)
-    return count
-
-
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether hooks were found to be needed, once an answer."""
     found: list[bool] = []
-    needs_no_hooks = unhooked_answer.needs_no_hooks
+    needs_no_hooks = lent_answer.needs_no_hooks
 
     def noted(*args: Any) -> bool:
         found.append(needs_no_hooks(*args))
         return found[-1]
 
-    monkeypatch.setattr(unhooked_answer, "needs_no_hooks", noted)
+    monkeypatch.setattr(lent_answer, "needs_no_hooks", noted)
     return found
 
 
@@ -141,7 +104,7 @@ def answer(
 
 
 def with_hooks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(unhooked_answer, "needs_no_hooks", lambda *args: False)
+    monkeypatch.setattr(lent_answer, "needs_no_hooks", lambda *args: False)
     return monkeypatch
 
 
@@ -168,7 +131,7 @@ def two_turns(model: PreTrainedModel, policy: CachePolicy, batch: int = 2) -> An
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_two_turns_are_those_with_hooks(
-    llama: PreTrainedModel, name: str, begun: list[bool], copied_bytes: int
+    llama: PreTrainedModel, name: str, begun: list[bool]
 ) -> None:
     cache, tokens, logits = two_turns(llama, POLICIES[name])
     assert begun == [True, True]
@@ -179,45 +142,6 @@ def test_two_turns_are_those_with_hooks(
     torch.testing.assert_close(logits, expected[2], atol=1e-5, rtol=1e-5)
     assert_alike(cache, expected[0])
     assert not any(module._forward_pre_hooks for module in llama.modules())
-
-
-@pytest.mark.parametrize("name", BOUNDED)
-def test_bounded_answers_are_those_with_hooks(
-    llama: PreTrainedModel, name: str, begun: list[bool], copied_bytes: int
-) -> None:
-    caches = []
-    for hooked in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            if hooked:
-                with_hooks(patch)
-            cache, prompt = PolicyCache(BOUNDED[name]), random_tokens(2, 40, seed=2)
-            tokens, logits = answer(llama, prompt, cache, 30)
-            prompt = torch.cat([tokens, random_tokens(2, 11, seed=3)], dim=1)
-            more, more_logits = answer(llama, prompt, cache, 14)
-        caches.append((cache, more, torch.cat([logits, more_logits])))
-    (cache, tokens, logits), (expected, same, same_logits) = caches
-    assert begun.count(True) >= 5  # after each choice, and where an answer begins
-    assert torch.equal(tokens, same)
-    torch.testing.assert_close(logits, same_logits, atol=1e-5, rtol=1e-5)
-    assert_alike(cache, expected)
-    for own, theirs in zip(cache.layers, expected.layers, strict=True):
-        assert_same_queries(own.observed, theirs.observed)
-
-
-def assert_same_queries(one: RecentQueries, other: RecentQueries) -> None:
-    assert (one.queries is None) == (other.queries is None)
-    assert (one.carried is None) == (other.carried is None)
-    if one.queries is not None:
-        assert one.end == other.end
-        torch.testing.assert_close(one.queries, other.queries, atol=1e-5, rtol=1e-5)
-    if one.carried is not None:
-        torch.testing.assert_close(one.carried, other.carried, atol=1e-5, rtol=1e-5)
-
-
-def test_evicting_often_keeps_hooks(llama: PreTrainedModel, begun: list[bool]) -> None:
-    rule = DecodingEviction(None, SinkAndRecentSelector(retention_tokens=12), every=4)
-    two_turns(llama, StreamingLLM(retention_tokens=12, decoding=rule))
-    assert begun == [False, False]
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
@@ -318,9 +242,9 @@ class Reader:
         """Do nothing."""
 
 
-@pytest.mark.parametrize("policy", [POLICIES["snapkv"], POLICIES["adakv"], BOUNDED["by queries"]])
+@pytest.mark.parametrize("policy", [POLICIES["snapkv"], POLICIES["adakv"]])
 def test_a_cache_that_is_read_and_copied_between_tokens(
-    llama: PreTrainedModel, policy: CachePolicy, begun: list[bool], copied_bytes: int
+    llama: PreTrainedModel, policy: CachePolicy, begun: list[bool]
 ) -> None:
     prompt, cache = random_tokens(1, 40, seed=2), PolicyCache(policy)
     reader = Reader(cache)
@@ -357,13 +281,12 @@ def test_other_threads_do_not_read_a_cache_that_is_written(llama: PreTrainedMode
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-@pytest.mark.parametrize("policy", [POLICIES["snapkv"], POLICIES["adakv"], BOUNDED["by queries"]])
+@pytest.mark.parametrize("policy", [POLICIES["snapkv"], POLICIES["adakv"]])
 def test_an_interrupted_token_is_forgotten(
     llama: PreTrainedModel,
     layer: int,
     policy: CachePolicy,
     begun: list[bool],
-    copied_bytes: int,
 ) -> None:
     prompt = random_tokens(1, 40, seed=2)
     tokens, logits = answer(llama, prompt, PolicyCache(policy), 14)
@@ -385,27 +308,75 @@ def test_an_interrupted_token_is_forgotten(
     if policy is POLICIES["snapkv"]:
         assert all(each.kept_len == 12 + 4 for each in cache.layers)
     with cache.attached(llama), torch.no_grad():
-        for step in range(44, 53):  # a choice is among them if the answer is bounded
+        for step in range(44, 53):
             again = llama(tokens[:, step : step + 1], cache=cache).logits[:, -1]
             torch.testing.assert_close(again, logits[step - 39], atol=1e-5, rtol=1e-5)
 
 
-def test_room_never_takes_more_memory_than_full_context(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storage, "COPIED_BYTES", 0)
-    prompt, starts = random_tokens(1, 40, seed=2), set()
-    cache = PolicyCache(SnapKV(retention_tokens=12))
+class Counting(Reader):
+    """A streamer that counts the calls of the library's functions between two tokens."""
+
+    def __init__(self, cache: PolicyCache) -> None:
+        super().__init__(cache)
+        self.calls: list[Counter[str]] = []
+        self.kinds: list[type] = []
+
+    def put(self, ids: Tensor) -> None:
+        sys.setprofile(None)
+        lent = self.cache._reader.answer.cache
+        if lent is not None:
+            self.kinds += [type(layer) for layer in lent.layers]
+        self.calls.append(Counter())
+        sys.setprofile(self._note)
+
+    def end(self) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: Any, event: str, _: Any) -> None:
+        where = frame.f_code.co_filename
+        if (
+            event == "call"
+            and "integrations/transformers/" in where
+            and "site-packages" not in where
+        ):
+            self.calls[-1][frame.f_code.co_name] += 1
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_token_runs_in_layers_of_transformers(name: str) -> None:
+    """In a forward, the library only tells lengths."""
+    model, cache = FAMILIES[name].build(seed=1), PolicyCache(SnapKV(retention_tokens=12))
+    watch = Counting(cache)
+    answer(model, random_tokens(1, 40, seed=2), cache, streamer=watch)
+    assert watch.kinds
+    for kind in watch.kinds:
+        assert issubclass(kind, DynamicLayer)
+        assert kind.update is DynamicLayer.update
+    of_token = watch.calls[4]
+    told = {"get_seq_length", "seen_by", "seen_since", "length", "get_query_offset"}
+    noted = {"__call__", "note_ids", "_of", "seen", "lend", "mask_sizes", "get_mask_sizes"}
+    assert set(of_token) <= told | noted | {"is_compileable", "given_cache", "__getattr__"}
+    assert of_token["get_seq_length"] + of_token["get_mask_sizes"] <= 3
+    assert watch.calls[4] == watch.calls[6]
+
+
+def test_bytes_are_those_of_the_tokens_held(llama: PreTrainedModel) -> None:
+    """Also where somebody looks at each token."""
+    cache, found = PolicyCache(SnapKV(retention_tokens=12)), []
 
     class Looking(Reader):
         def put(self, ids: Tensor) -> None:
             if cache.get_seq_length():
-                starts.add(cache.layers[1].keys.data_ptr())
-                slots = cache.layers[1].capacity
-                assert slots <= cache.get_seq_length()
+                lent = cache._reader.answer.cache
+                if lent is not None:
+                    assert all(layer.contents.held is None for layer in cache.layers)
+                    found.append(lent.layers[1].keys.untyped_storage().nbytes())
+                layer = cache.layers[1]
+                assert layer.nbytes() <= layer.kept_len * 17 / 16 * width + 16 * width
 
-    answer(llama, prompt, cache, 20, streamer=Looking(cache))
-    assert len(starts) == 3  # what was kept, with the first token, with room for the answer
+    width = 2 * 4 * llama.config.num_key_value_heads * llama.model.layers[0].self_attn.head_dim
+    answer(llama, random_tokens(1, 40, seed=2), cache, 20, streamer=Looking(cache))
+    assert found[1:] == [width // 2 * (12 + count) for count in range(2, 2 + len(found) - 1)]
 
 
 def test_two_caches_attached_at_once(llama: PreTrainedModel, begun: list[bool]) -> None:

@@ -1,0 +1,156 @@
+"""Decode into `StaticLayer`s of Transformers, which `generate` can compile.
+
+A compiled step reads only buffers, a counter and masks. Two hooks (`BeforeLayer` and
+`before_decoder`) find the cache in the call, so that the code compiled with one cache serves all
+caches. `generate` asks for a mask before every token: then the masks of the layers are moved on,
+outside of the compiled code.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from kvpolicy.errors import UnsupportedGenerationError
+from kvpolicy.integrations.transformers.forward.lent_layers import LentBuffers
+from kvpolicy.integrations.transformers.forward.static_masks import StaticMasks
+from kvpolicy.integrations.transformers.model.attachment import Attachment
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+
+# The attention implementations whose masks are tensors.
+IMPLEMENTATIONS = ("eager", "sdpa")
+
+
+@attrs.define(eq=False)
+class StaticSteps:
+    """The steps of an answer in buffers of a fixed size, each of which `generate` may compile.
+
+    Args:
+        layers: Every layer's buffers.
+        masks: The masks of the layers, each for the current token, its own slot included.
+        mask_of: By layer, its mask.
+        first: ``[batch, 1]``, the rotary position of the first token.
+        positions: The same of the current token, if a restart has left tokens out; None if they are
+            the positions that the model is given.
+        steps: Number of tokens whose forward was asked for.
+        recorded: How many of these the record of seen tokens contains.
+    """
+
+    layers: list[LentBuffers]
+    masks: StaticMasks
+    mask_of: list[Tensor]
+    first: Tensor
+    positions: Tensor | None
+    steps: int = 0
+    recorded: int = 0
+
+    @staticmethod
+    def of(
+        layers: list[PolicyLayer], tokens: SeenTokens, attachment: Attachment, room: int | None
+    ) -> StaticSteps:
+        """Make the buffers and masks, and give the model the hooks for decoding.
+
+        Args:
+            layers: The layers of the cache.
+            tokens: The tokens seen.
+            attachment: The cache's hooks on the model.
+            room: The largest number of tokens to come.
+        """
+        assert room is not None
+        parts = attachment.parts
+        buffers = [LentBuffers(layer) for layer in layers]
+        capacities = [each.max_cache_len for each in buffers]
+        masks = StaticMasks.of(
+            layers, tokens, parts.windows, parts.implementation, capacities, room
+        )
+        mask_of = [masks.of_layer(index).mask for index in range(len(layers))]
+        for each, mask in zip(buffers, mask_of, strict=True):
+            for tensor in (each.keys, each.values, each.cumulative_length, mask):
+                # CUDA graphs must know that this tensor never changes its address.
+                torch._dynamo.mark_static_address(tensor)
+        one = torch.ones(tokens.batch, 1, dtype=torch.bool, device=tokens.valid.device)
+        first = tokens.rotary_positions_of(one)
+        positions = None if tokens.skipped is None else first.clone()
+        hooks = [BeforeLayer.of(index, layer) for index, layer in enumerate(parts.layers)]
+        attachment.decode(before_decoder, hooks)
+        return StaticSteps(buffers, masks, mask_of, first, positions)
+
+    def advance(self) -> Tensor:
+        """Prepare the next step: its masks and its rotary position; return its placeholder mask."""
+        self.masks.advance(self.steps)
+        if self.positions is not None:
+            self.positions.copy_(self.first + self.steps)
+        self.steps += 1
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.first.device)
+
+
+# Hooks use only the cache in the call, so that code compiled with one cache is right for all. The
+# hooks of two threads may be registered at once, so that running a hook twice must change nothing.
+# Torch may call a hook without keyword arguments if the other thread has just removed it.
+
+
+def before_decoder(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Hook before the decoder: replace the rotary positions, if a restart has left tokens out.
+
+    Raises:
+        UnsupportedGenerationError: The call does not come from `generate`.
+    """
+    if kwargs is None or (static := _static_of(kwargs)) is None:
+        return None
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict):  # by kind of layer, all made from the mask of `generate`
+        mask = next(iter(mask.values()))
+    if mask is None or mask.ndim != 4:
+        raise UnsupportedGenerationError(
+            "a PolicyCache with max_new_tokens must not be read by other calls of the model "
+            "while generate decodes into it; use a copy of it, or a cache without max_new_tokens"
+        )
+    return (
+        None if static.positions is None else (args, {**kwargs, "position_ids": static.positions})
+    )
+
+
+@attrs.frozen
+class BeforeLayer:
+    """A hook before a decoder layer that gives the layer its own mask while decoding.
+
+    Args:
+        index: Index of the layer.
+        names: The names of its forward's arguments, in their order.
+    """
+
+    index: int
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(index: int, layer: nn.Module) -> BeforeLayer:
+        """Make the hook for one decoder layer."""
+        names = list(inspect.signature(type(layer).forward).parameters)[1:]  # after self
+        return BeforeLayer(index, tuple(names))
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Replace the argument ``attention_mask`` by the layer's own mask."""
+        given = {**dict(zip(self.names, args, strict=False)), **(kwargs or {})}
+        static = _static_of(given)
+        if static is None:
+            return None
+        hidden = given.pop(self.names[0])
+        return (hidden,), {**given, "attention_mask": static.mask_of[self.index]}
+
+
+def _static_of(arguments: dict[str, Any]) -> StaticSteps | None:
+    for each in arguments.values():
+        if isinstance(each, Cache):
+            found: StaticSteps | None = getattr(each, "_static", None)
+            return found
+    return None
