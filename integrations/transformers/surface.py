@@ -15,7 +15,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import cache_utils
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+)
 from transformers.generation import GenerationMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
@@ -37,9 +42,11 @@ __all__ = [
     "QUANTIZED",
     "CacheLayerMixin",
     "Conv1D",
+    "DynamicLayer",
     "GenerationMode",
     "LinearAttentionLayer",
     "StandInConfig",
+    "StaticLayer",
     "attention_functions",
     "cache_name",
     "cache_of",

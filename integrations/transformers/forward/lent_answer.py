@@ -259,7 +259,8 @@ class LentAnswer:
         if self._thread is not threading.current_thread():
             raise CacheInUseError.by(self._thread)
         ahead = [each.length - each.start for each in self._lent]
-        count = max(min(ahead) - int(drops_last and max(ahead) == min(ahead)), 0)
+        begun = max(ahead) if self.static is None else self.seen_since(0)
+        count = max(min(*ahead, begun - int(drops_last)), 0)
         tokens = reader.now.tokens
         if tokens is None or not (
             count or any(each.contents.held is None for each in reader.layers)

@@ -8,12 +8,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.model.routing import own_function
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.storage import Plain
+from kvpolicy.integrations.transformers.surface import DynamicLayer, StaticLayer
 
 
 class Lent(Protocol):
