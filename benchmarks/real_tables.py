@@ -33,7 +33,9 @@ class Rows:
     """
 
     def __init__(self, cell: Mapping[str, Any]) -> None:
-        self.prompts: int = cell["prompts"]
+        counts = sorted(row["count"] for row in cell["rows"] if row["kind"] == "all")
+        ends = dict.fromkeys((counts[0], counts[-1]))
+        self.prompts = " to ".join(map(str, ends))
         self.times: dict[str, Any] = cell.get("times", {})
         self._rows = {}
         self.unset: dict[str, dict[str, Any]] = {}  # policies whose rule has no budget
@@ -145,7 +147,7 @@ def lost(data: Mapping[str, Any], model: str, tokens: str, rate: str, *tasks: st
         for task in tasks
         for way, it in found_cells(data, model, task, tokens).items()
     }
-    prompts = ", ".join(dict.fromkeys(str(it.prompts) for it in columns.values()))
+    prompts = ", ".join(dict.fromkeys(it.prompts for it in columns.values()))
     names = dict.fromkeys(name for it in columns.values() for name in it.names)
     lines = []
     for name in names:
