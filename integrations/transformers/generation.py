@@ -284,7 +284,9 @@ def check_generation(
     if config.prefill_chunk_size is not None:
         _check_chunks(model, given, kwargs, config.prefill_chunk_size, cache._reader.seen)
     _check_model_keeps_cache(model, cache, config, given)
-    alone = kwargs.get("custom_generate") is None and mode in (
+    # Continuous batching takes no stopping criteria, by which ids are noted.
+    alone = kwargs.get("custom_generate") is None and held != "paged"
+    alone = alone and mode in (
         GenerationMode.GREEDY_SEARCH,
         GenerationMode.SAMPLE,
     )
