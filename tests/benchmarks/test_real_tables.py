@@ -16,6 +16,7 @@ DATA = {
                     "score": score,
                     "log_prob": log_prob,
                     "held": 0.5,
+                    "count": 5 if policy == "b 0.1" and way == "later" else 8,
                 }
                 for policy, score, log_prob in (
                     ("full context", 1.0, -0.5),
@@ -40,7 +41,7 @@ def test_tables_by_hand() -> None:
         "| `a` |  | 75 |  | 75 | 0.50 |",
         "| `b` | 25 | 50 | 25 | 50 |  |",
         "",
-        "Prompts: 8 (known), 8 (later). Without a budget, known: `own` 50 (keeps 50%). Without a "
+        "Prompts: 8 (known), 5 to 8 (later). Without a budget, known: `own` 50 (keeps 50%). Without a "
         "budget, later: `own` 50 (keeps 50%).",
     ]
     assert real_tables.kinds(DATA, "m", "t", "9", "0.2").splitlines()[2:] == [
@@ -54,7 +55,7 @@ def test_tables_by_hand() -> None:
         "| `a` | 0.12 | 0.12 |",
         "| `b` | 0.50 | 0.50 |",
         "",
-        "Prompts of each: 8.",
+        "Prompts of each: 8, 5 to 8.",
     ]
     none = "<!-- real: answers m other 9 -->\n<!-- end -->"
     assert "Not measured yet" in real_tables.written(none, DATA)
@@ -64,7 +65,7 @@ def test_a_page_is_filled_between_its_marks() -> None:
     page = "A\n<!-- real: lost m 9 0.1 t -->\nold\n<!-- end -->\nB\n"
     found = real_tables.written(page, DATA)
     assert found.startswith("A\n<!-- real: lost m 9 0.1 t -->\n\n| policy |")
-    assert "| `b` | 1.50 | 1.50 |\n\nPrompts of each: 8.\n\n<!-- end -->\nB\n" in found
+    assert "| `b` | 1.50 | 1.50 |\n\nPrompts of each: 8, 5 to 8.\n\n<!-- end -->\nB\n" in found
     assert "old" not in found
     assert real_tables.written(found, DATA) == found
 
