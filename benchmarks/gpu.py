@@ -131,7 +131,7 @@ def jobs_of(contexts: Sequence[int]) -> list[Job]:
         *cells(MAIN, longest),
         *answers((*FEW, "adakv"), middle, batch=ROWS),
         *answers((FULL, *BOUNDED), middle),
-        *compiled((FULL, "fastkv", *BOUNDED), middle),
+        *compiled((FULL, "fastkv", "snapkv_fixed"), middle),
         *cells(CHUNKED, longest),
         *cells(CHUNKED[:1], 4 * longest),
         *answers(FEW, longest),

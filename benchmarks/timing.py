@@ -233,21 +233,24 @@ def before_layers(
     deadline: Deadline | None,
     note: Callable[[dict[str, Any]], None] | None = None,
 ) -> Iterator[None]:
-    """Check a deadline, and show its arguments to a function, before every decoder layer."""
-
-    def hook(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Check a deadline before every decoder layer, and show a function attention's arguments."""
+    layers: Any = model.get_decoder().layers
+    handles = []
+    for layer in layers:
         if deadline is not None:
-            deadline.check()
+            handles.append(layer.register_forward_pre_hook(lambda *_: deadline.check()))
         if note is not None:
-            note(kwargs)
-
-    layers: Any = model.get_decoder().layers if deadline or note else ()
-    handles = [each.register_forward_pre_hook(hook, with_kwargs=True) for each in layers]
+            hook = partial(_noted, note)
+            handles.append(layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _noted(note: Callable[[dict[str, Any]], None], _: Any, args: Any, kwargs: Any) -> None:
+    note(kwargs)
 
 
 # `generate`.

@@ -296,7 +296,7 @@ def test_masks_are_told_of_since_they_cost_sdpa_its_flash_kernel(
 
 
 def test_time_that_ends_in_the_first_prefill_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the real model: the clock jumps inside its second layer, whose successor is late."""
+    """With the real model: the clock jumps inside its first layer, whose successor is late."""
     clock = Clock()
     subject = bench(monkeypatch, gpu_cells.take_turn, seconds=100.0, clock=clock)
     layers = subject.model.get_decoder().layers
@@ -304,7 +304,7 @@ def test_time_that_ends_in_the_first_prefill_is_recorded(monkeypatch: pytest.Mon
     def jump(*_: Any) -> None:
         clock.now += 150.0
 
-    with layers[1].self_attn.register_forward_pre_hook(jump):
+    with layers[0].self_attn.register_forward_pre_hook(jump):
         cells = run(subject, ("fastkv", 64))
     assert [cell.status for cell in cells] == ["out of time"]
     assert cells[0].note == "no prefill done after 150 s"

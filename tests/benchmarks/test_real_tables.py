@@ -41,8 +41,8 @@ def test_tables_by_hand() -> None:
         "| `a` |  | 75 |  | 75 | 0.50 |",
         "| `b` | 25 | 50 | 25 | 50 |  |",
         "",
-        "Prompts: 8 (known), 5 to 8 (later). Without a budget, known: `own` 50 (keeps 50%). Without "
-        "a budget, later: `own` 50 (keeps 50%).",
+        "Prompts: 8 (known), 5 to 8 (later). Without a budget, known: `own` 50 (keeps 50%). "
+        "Without a budget, later: `own` 50 (keeps 50%).",
     ]
     assert real_tables.kinds(DATA, "m", "t", "9", "0.2").splitlines()[2:] == [
         "| full context | 100 | 100 |",

@@ -353,7 +353,10 @@ class Attachment(_Hooks):
             return None
         kwargs = self._renamed(module, kwargs)
         self._enter_layers()
-        return (), self.listener.begin_forward(by_name(module, args, kwargs))
+        arguments = self.listener.begin_forward(by_name(module, args, kwargs))
+        if not self._around:  # a forward of the prompt alone, before its drafts, has ended
+            self._enter_layers()
+        return (), arguments
 
     def after_decoder(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         """Hook after the decoder: finish the forward, or undo it if it failed."""
