@@ -187,10 +187,11 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         The offset is the number of columns seen but not stored. An attention module that computes
         distances between queries and keys gets all columns seen instead.
         """
-        run, reader = self._reader.at_work, self._reader
+        reader = self._reader
         lent = reader.answer.mask_sizes(query_length, layer_idx, reader.seen_by(layer_idx))
         if lent is not None:
             return lent
+        run = reader.at_work
         columns = None if run is None else run.columns(layer_idx)
         if columns is not None:
             return columns.keys, 0
@@ -204,7 +205,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
 
         An attention module that computes distances gets the offset of its own queries instead.
         """
-        run = self._reader.at_work
+        run = self._reader.run and self._reader.at_work
         columns = None if run is None else run.columns(layer_idx)
         return self.get_seq_length(layer_idx) if columns is None else columns.query_offset
 

@@ -174,8 +174,9 @@ def _move_to(reader: ForwardDispatcher, parts: ModelParts) -> None:
     for index, layer in enumerate(reader.layers):
         if layer.held is not None and layer.held.dtype != dtype:
             _check_precision(reader, layer.held.dtype, dtype)
-        device = parts.device_of(index)
-        layer.move_to(device, dtype, reader.tokens.to(device))
+        # A layer with a window has a record of its own between the chunks of a prompt.
+        tokens, device = layer.tokens or reader.tokens, parts.device_of(index)
+        layer.move_to(device, dtype, tokens.to(device))
 
 
 def _check_precision(reader: ForwardDispatcher, saved: torch.dtype, own: torch.dtype) -> None:
