@@ -154,3 +154,41 @@ def test_a_cache_does_not_change_its_model() -> None:
         read(other)
     cache.reset()
     read(other)
+
+
+# When another library replaces the layers' `forward`, and when it puts it back.
+ORDERS = [("before", "between"), ("between", "after"), ("before", "after"), ("between", "between")]
+
+
+@pytest.mark.parametrize(("begun", "ended"), ORDERS)
+def test_others_may_replace_the_forward_of_layers(begun: str, ended: str) -> None:
+    """As accelerate does; added and removed in any order, and then the model is as it was."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, prompt = tiny_model("llama", seed=1, num_layers=6), torch.tensor([random_tokens(2, 60)])
+    want, _ = answer(model, prompt)
+    layers, called = model.get_decoder().layers, list[nn.Module]()
+
+    class Noting(hooks.ModelHook):  # type: ignore[misc]
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            called.append(module)
+            return args, kwargs
+
+    def change(moment: str) -> None:
+        for layer in layers if moment == begun else ():
+            hooks.add_hook_to_module(layer, Noting())
+        for layer in layers if moment == ended else ():
+            hooks.remove_hook_from_module(layer)
+
+    change("before")
+    cache = PolicyCache(POLICY)
+    with cache.attached(model), torch.no_grad():
+        logits = model(prompt, cache=cache, logits_to_keep=1).logits
+        count = len(called)
+        change("between")
+        model(prompt[:, :1], cache=cache)
+    assert (count > 0) is (begun == "before")
+    assert (len(called) > count) is (ended == "after")
+    change("after")
+    assert torch.equal(logits, want)
+    assert all(layer.forward.__func__ is type(layer).forward for layer in layers)
+    assert not any({"_old_forward", "_hf_hook"} & vars(layer).keys() for layer in layers)
