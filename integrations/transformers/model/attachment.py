@@ -135,8 +135,7 @@ class AroundLayer:
         else:
             return self._forward(*args, **kwargs)
         run = each.listener.run
-        assert run is not None
-        if self.index in run.alone:
+        if run is None or self.index in run.alone:  # None after Ctrl-C, until the next forward
             return self._forward(*args, **kwargs)
         if len(args) == 1 and kwargs:
             hidden = args[0]

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.overhead import SIZES, Calls
+from kvpolicy.errors import NotAttachedError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.model.walking import modules_of, path_to
+from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV
 from tests.integrations.support.versions import OLD
-from tests.integrations.test_robustness import marks_on
+from tests.integrations.test_robustness import Interrupted, failing, marks_on
 from tests.reference import random_tokens, tiny_model
 
 # The most Python calls for attaching and detaching: for each layer, of which 33 make Transformers'
@@ -192,3 +194,18 @@ def test_others_may_replace_the_forward_of_layers(begun: str, ended: str) -> Non
     assert torch.equal(logits, want)
     assert all(layer.forward.__func__ is type(layer).forward for layer in layers)
     assert not any({"_old_forward", "_hf_hook"} & vars(layer).keys() for layer in layers)
+
+
+def test_a_layer_called_by_hand_after_an_interruption_is_refused() -> None:
+    model, prompt = tiny_model("llama", seed=1), torch.tensor([random_tokens(2, 60)])
+    before, layer, cache = marks_on(model), model.get_decoder().layers[1], PolicyCache(POLICY)
+    hidden = torch.zeros(1, 3, model.config.hidden_size)
+    rotary = model.get_decoder().rotary_emb(hidden, torch.arange(3)[None])
+    with cache.attached(model), torch.no_grad():
+        with failing(model, "layers.2.mlp", 1, Interrupted), pytest.raises(Interrupted):
+            model(prompt, cache=cache)
+        cache.reset()
+        with pytest.raises(NotAttachedError, match="call the model inside"):
+            layer(hidden, position_embeddings=rotary, **{CACHE: cache})
+        model(prompt, cache=cache)
+    assert marks_on(model) == before
