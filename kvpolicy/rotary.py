@@ -33,6 +33,10 @@ class RotaryEmbedding(abc.ABC):
     def turned_back(self, states: Tensor, positions: Tensor) -> Tensor:
         """Undo the rotary embedding of keys or queries at given positions."""
 
+    def moved(self, states: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """Rotate keys or queries from the positions ``before`` to the positions ``after``."""
+        return self.turned(self.turned_back(states, before), after)
+
 
 @attrs.frozen
 class PlainRotary(RotaryEmbedding):

@@ -1,11 +1,13 @@
-"""The prompt's queries, asked again from the position after the prompt."""
+"""The queries just before a token, asked again from the position after the prompt."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from torch import Tensor
 
-from .attention import Entry, attention_probabilities
+from .attention import Entry
 from .methods import FastKV, LayerView, SnapKV
 from .query_agnostic import turned
 
@@ -18,8 +20,15 @@ def replayed_peaks(
     scaling: float,
     theta: float,
     channels: slice = slice(None),
+    reach: int = 8,
+    sample_size: int = 256,
+    softcap: float | None = None,
+    sink: float | None = None,
 ) -> list[float]:
-    """Returns the largest attention that a query of a group gives each entry from after the row.
+    """Returns the largest attention that each entry gets, asked from after the row.
+
+    The last entries are those of the queries: each is asked for by its own query and by the `reach`
+    queries before it; entries that were held before, by all queries.
 
     Args:
         queries: per query head of the group, the query of each new token.
@@ -28,14 +37,35 @@ def replayed_peaks(
         scaling: factor on the products.
         theta: base of the rotary frequencies.
         channels: which of a head's channels are rotated.
+        reach: queries before an entry that ask for it.
+        sample_size: entries after the first four whose exponentials are summed, for all of them.
+        softcap: of the products.
+        sink: one more product in each sum.
     """
     after = held[-1].position + 1
+    older = len(held) - len(query_positions)
     found = [0.0] * len(held)
     for of_head in queries:
-        for query, position in zip(of_head, query_positions, strict=True):
+        for number, (query, position) in enumerate(zip(of_head, query_positions, strict=True)):
             asked = turned(turned(query, -position, theta, channels), after, theta, channels)
-            given = attention_probabilities(asked[None].float(), [after], held, scaling)[0].tolist()
-            found = [max(pair) for pair in zip(found, given, strict=True)]
+            asked = asked.double()
+
+            def product(index: int, asked: Tensor = asked) -> float:
+                plain = float(asked @ held[index].key.double()) * scaling
+                return plain if softcap is None else softcap * math.tanh(plain / softcap)
+
+            total = sum(math.exp(product(index)) for index in range(min(4, len(held))))
+            others = len(held) - 4
+            if others > 0:
+                parts = min(others, sample_size)
+                middles = [int(Fraction(2 * part + 1, 2 * parts) * others) for part in range(parts)]
+                total += sum(math.exp(product(4 + middle)) for middle in middles) * others / parts
+            if sink is not None:
+                total += math.exp(sink)
+            own = older + number
+            for index in (*range(older), *range(own, min(own + reach + 1, len(held)))):
+                given = min(math.exp(product(index)) / total, 1.0)
+                found[index] = max(found[index], given)
     return found
 
 

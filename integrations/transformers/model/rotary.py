@@ -36,19 +36,23 @@ class RotaryChannels:
 
         States are ``[batch, heads, length, head_dim]``, places ``[batch, heads or 1, length]``.
         """
-        found = states.clone()
         if not self.channels.shape[1]:
-            return found
+            return states.clone()
         frequencies, channels = (
             each.to(states.device) for each in (self.frequencies, self.channels)
         )
         angles = places.to(states.device)[..., None].float() * frequencies
         size = 1 / self.scale if back else self.scale
         cos, sin = angles.cos() * size, angles.sin() * (-size if back else size)
-        first, second = (states[..., each].float() for each in channels)
-        found[..., channels[0]] = (first * cos - second * sin).to(states.dtype)
-        found[..., channels[1]] = (second * cos + first * sin).to(states.dtype)
-        return found
+        # Every channel times a cosine, plus the other of its pair times a sine; others stay.
+        width = states.shape[-1]
+        cosines, sines = cos.new_ones(*cos.shape[:-1], width), sin.new_zeros(*sin.shape[:-1], width)
+        cosines[..., channels] = cos[..., None, :]
+        sines[..., channels] = torch.stack([-sin, sin], dim=-2)
+        others = torch.arange(width, device=states.device)
+        others[channels] = channels.flip(0)
+        found = (states.float() * cosines).addcmul_(states[..., others].float(), sines)
+        return found.to(states.dtype)
 
 
 @attrs.frozen(eq=False)
@@ -100,6 +104,11 @@ class LayerRotary(RotaryEmbedding):
     def turned_back(self, states: Tensor, positions: Tensor) -> Tensor:
         """See `RotaryEmbedding.turned_back`."""
         return self.turns.turned(states, self._places(positions), back=True)
+
+    def moved(self, states: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """See `RotaryEmbedding.moved`; one rotation, by the difference."""
+        plain = attrs.evolve(self.turns, scale=1.0)
+        return plain.turned(states, self._places(after) - self._places(before))
 
     def _places(self, positions: Tensor) -> Tensor:
         return positions if self.gapless is None else self.gapless.places(positions)

@@ -179,8 +179,8 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         ),
     ),
     "replaykv": (
-        ReplayKV(0.32, num_sinks=3, head_uniform=True),
-        reference.Replay(0.32, protect=3),
+        ReplayKV(0.29, num_sinks=3, head_uniform=True),
+        reference.Replay(0.29, protect=3),
     ),
     "replaykv_after_a_drop": (
         ReplayKV(0.3, window_size=2, num_sinks=3, head_uniform=True, tsp_rate=0.5, tsp_layer=1),

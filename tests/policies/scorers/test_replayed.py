@@ -2,8 +2,10 @@
 
 import math
 
+import attrs
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from kvpolicy import LayerContext
 from kvpolicy.layer_inputs import AttentionSettings
@@ -17,8 +19,12 @@ from tests.reference.replayed import replayed_peaks
 
 from .support import THETA, in_a_later_turn, turning
 
+REACHES = [(8, 256), (2, 5), (0, 1), (40, 3)]
 
-def slow(context: LayerContext, row: int, head: int) -> list[float]:
+
+def slow(
+    context: LayerContext, row: int, head: int, reach: int = 8, sample_size: int = 256
+) -> list[float]:
     view = view_of(context, row)
     group = len(view.queries) // len(view.entries)
     return replayed_peaks(
@@ -27,39 +33,76 @@ def slow(context: LayerContext, row: int, head: int) -> list[float]:
         view.entries[head],
         scaling=view.scaling,
         theta=THETA,
+        reach=reach,
+        sample_size=sample_size,
     )
 
 
-def test_against_slow_loops_in_padded_rows() -> None:
+@pytest.mark.parametrize(("reach", "sample_size"), REACHES)
+def test_against_slow_loops_in_padded_rows(reach: int, sample_size: int) -> None:
     lens = (19, 11, 3)
     context = turning(1, lens, 19)
-    found = ReplayedAttentionScorer().score(context)
+    found = ReplayedAttentionScorer(reach, sample_size=sample_size).score(context)
     for row, length in enumerate(lens):
         for head in range(3):
             here = found[row, head, 19 - length :].tolist()
-            assert here == pytest.approx(slow(context, row, head), rel=1e-4, abs=1e-6)
+            expected = slow(context, row, head, reach, sample_size)
+            assert here == pytest.approx(expected, rel=1e-4, abs=1e-6)
             assert found[row, head, : 19 - length].tolist() == [0.0] * (19 - length)
 
 
-def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = turning(2, (23, 17), 23)
-    whole = ReplayedAttentionScorer().score(context)
+def test_a_token_is_judged_by_queries_before_it_and_by_none_behind() -> None:
+    context = turning(4, (20,), 20)
+    near, nearest = (ReplayedAttentionScorer(reach).score(context) for reach in (3, 0))
+    changed = context.queries.clone()
+    changed[:, :, 10] *= 5
+    other = ReplayedAttentionScorer(3).score(attrs.evolve(context, queries=changed))
+    assert set((other != near).any(dim=1)[0].nonzero().flatten().tolist()) <= {10, 11, 12, 13}
+    assert not torch.equal(other, near)
+    assert (near >= nearest).all()
+    assert (near > nearest).any()
+
+
+@pytest.mark.parametrize(("reach", "sample_size"), REACHES)
+def test_blocks_of_queries_change_nothing(
+    reach: int, sample_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, scorer = (
+        turning(2, (23, 17), 23),
+        ReplayedAttentionScorer(reach, sample_size=sample_size),
+    )
+    whole = scorer.score(context)
     monkeypatch.setattr(replayed, "BLOCK", 5)
-    torch.testing.assert_close(ReplayedAttentionScorer().score(context), whole)
+    torch.testing.assert_close(scorer.score(context), whole)
 
 
-def test_in_a_later_turn_only_new_queries_ask() -> None:
+def test_work_grows_with_the_length_and_not_with_its_square() -> None:
+    scorer, counted = ReplayedAttentionScorer(2, sample_size=8), []
+    for length in (256, 512):
+        with FlopCounterMode(display=False) as counter:
+            scorer.score(turning(5, (length,), length))
+        counted.append(counter.get_total_flops())
+    assert 0 < counted[1] < 2.01 * counted[0]
+
+
+@pytest.mark.parametrize(("reach", "sample_size"), REACHES)
+def test_in_a_later_turn_all_new_queries_judge_what_was_held(
+    reach: int, sample_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context = in_a_later_turn(turning(3, (9, 9), 3))
-    found = ReplayedAttentionScorer().score(context)
+    scorer = ReplayedAttentionScorer(reach, sample_size=sample_size)
+    found = scorer.score(context)
+    monkeypatch.setattr(replayed, "PRODUCTS", 100)
+    torch.testing.assert_close(scorer.score(context), found)
     for row in range(2):
         for head in range(3):
             held = context.positions[row, head] >= 0
-            expected = slow(context, row, head)
+            expected = slow(context, row, head, reach, sample_size)
             assert found[row, head][held].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(("softcap", "sink"), [(None, None), (2.0, None), (None, 1.5), (2.0, 1.5)])
-def test_a_query_sees_later_tokens_as_from_after_the_prompt(
+def test_a_query_asks_for_later_tokens_as_from_after_the_prompt(
     softcap: float | None, sink: float | None
 ) -> None:
     """On paper: one head, two channels, keys that look as if their token were at position 0."""
@@ -91,9 +134,21 @@ def test_a_query_sees_later_tokens_as_from_after_the_prompt(
         logits = softcap * (logits / softcap).tanh()
     weights = logits.exp()
     weights /= weights.sum(dim=1, keepdim=True) + (0.0 if sink is None else math.exp(sink))
-    expected = weights.amax(dim=0)
+    expected = weights.triu().amax(dim=0)  # a token's own query, and those before it
     torch.testing.assert_close(ReplayedAttentionScorer().score(context)[0, 0], expected)
 
 
-def test_the_contract() -> None:
-    check_scorer(ReplayedAttentionScorer())
+@pytest.mark.parametrize(
+    "scorer", [ReplayedAttentionScorer(), ReplayedAttentionScorer(1, sample_size=2)]
+)
+def test_the_contract(scorer: ReplayedAttentionScorer) -> None:
+    check_scorer(scorer)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="reach must be"):
+        ReplayedAttentionScorer(-1)
+    with pytest.raises(ValueError, match="sample_size must be"):
+        ReplayedAttentionScorer(sample_size=0)
+    with pytest.raises(TypeError, match="reach must be"):
+        ReplayedAttentionScorer(1.5)  # type: ignore[arg-type]
