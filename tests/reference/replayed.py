@@ -20,8 +20,8 @@ def replayed_peaks(
     scaling: float,
     theta: float,
     channels: slice = slice(None),
-    reach: int = 8,
-    sample_size: int = 256,
+    reach: int = 4,
+    sample_size: int = 128,
     softcap: float | None = None,
     sink: float | None = None,
 ) -> list[float]:

@@ -19,11 +19,11 @@ from tests.reference.replayed import replayed_peaks
 
 from .support import THETA, in_a_later_turn, turning
 
-REACHES = [(8, 256), (2, 5), (0, 1), (40, 3)]
+REACHES = [(4, 128), (2, 5), (0, 1), (40, 3)]
 
 
 def slow(
-    context: LayerContext, row: int, head: int, reach: int = 8, sample_size: int = 256
+    context: LayerContext, row: int, head: int, reach: int = 4, sample_size: int = 128
 ) -> list[float]:
     view = view_of(context, row)
     group = len(view.queries) // len(view.entries)
