@@ -9,6 +9,7 @@ docs/results.md quotes.
 
     python -m benchmarks.real --minutes 60       # measure, for an hour at most
     python -m benchmarks.real --report           # only sum up what is there
+    python -m benchmarks.real --policies replaykv --keep  # again for one method
 """
 
 from __future__ import annotations
@@ -267,6 +268,17 @@ def summary(folder: Path) -> dict[str, Any]:
     return found
 
 
+def kept_with(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return cells with the rows of an earlier result file that were not measured again."""
+    found = {**before, **now}
+    for name in before.keys() & now.keys():
+        rows = {(row["kind"], row["policy"]): row for row in before[name]["rows"]}
+        rows |= {(row["kind"], row["policy"]): row for row in now[name]["rows"]}
+        prompts = max(each[name]["prompts"] for each in (before, now))
+        found[name] = {**before[name], **now[name], "prompts": prompts, "rows": [*rows.values()]}
+    return found
+
+
 def _by_kind(listed: list[Outcome]) -> list[Outcome]:
     return listed if len({each.kind for each in listed}) > 1 else []
 
@@ -294,6 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--times", action="store_true", help="measure times, not answers")
     parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--keep", action="store_true", help="other rows of the result file stay")
     parser.add_argument("--work", type=Path, default=Path("results/real"))
     parser.add_argument("--out", type=Path, default=RESULT)
     asked = parser.parse_args(arguments)
@@ -307,7 +320,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not asked.report:
         work = measure_all_times if asked.times else measure
         work(todo, policies, asked.work, 60 * asked.minutes, say)
-    data = {**environment(torch.device("cpu")), "seed": SEED, "cells": summary(asked.work)}
+    found = summary(asked.work)
+    if asked.keep:
+        found = kept_with(json.loads(asked.out.read_text())["cells"], found)
+    data = {**environment(torch.device("cpu")), "seed": SEED, "cells": found}
     data["machine"].pop("threads")
     write_all(asked.out.parent, {asked.out.name: as_json(data)})
     say(f"written to {os.path.relpath(asked.out)}")

@@ -75,6 +75,20 @@ def test_sums_are_those_of_the_answers(tmp_path: Path) -> None:
     assert own[0].log_prob != own[1].log_prob
 
 
+def test_a_method_is_measured_again_and_other_rows_stay(tmp_path: Path) -> None:
+    first = run(tmp_path, "--tasks", "needles", "lines", "--policies", "snapkv", "streamingllm")
+    (tmp_path / "work").rename(tmp_path / "lost")
+    again = run(tmp_path, "--tasks", "needles", "--count", "1", "--keep")
+    assert set(again) == set(first)
+    assert again["smollm2 lines 300 later"] == first["smollm2 lines 300 later"]
+    cells = [each["smollm2 needles 300 later"] for each in (first, again)]
+    before, after = ({(row["kind"], row["policy"]): row for row in cell["rows"]} for cell in cells)
+    assert set(after) == set(before)
+    assert after["all", "streamingllm 0.2"] == before["all", "streamingllm 0.2"]
+    assert (before["all", "snapkv 0.2"]["count"], after["all", "snapkv 0.2"]["count"]) == (2, 1)
+    assert cells[1]["prompts"] == 2
+
+
 def test_the_time_is_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, "--tasks", "needles", "--minutes", "0") == {}
     assert "the time is up; the same command continues" in capsys.readouterr().out
