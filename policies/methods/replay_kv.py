@@ -23,10 +23,10 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 class ReplayKV(EvictionMethod):
     """Keeps the tokens that the prompt's own queries would attend to if asked after the prompt.
 
-    For prompts whose questions come later: neither a question nor a second reading is needed. Every
-    query of the prompt is rotated to the position after the prompt and attends to all of it. A
-    token's saliency is the largest attention that it receives, times the norm of its value (see
-    `ReplayedAttentionScorer`). One threshold over all layers and heads decides which tokens stay
+    For prompts whose questions come later: neither a question nor a second reading is needed. The
+    queries of the prompt are rotated to the position after it, and attend to all of it. A token's
+    saliency is the largest attention that it receives from the queries just before it, times the
+    norm of its value (see `ReplayedAttentionScorer`). One threshold over all layers and heads decides which tokens stay
     (`GlobalThresholdSelector`). If ``tsp_rate`` is below 1, only the most salient tokens go on
     after layer ``tsp_layer``, as in `FastKV`. This is not a published method: it is `KVzip` with
     the first reading's queries in place of a second reading, found by this project's study.
