@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.chunks import Chunks, Remember
@@ -26,7 +26,7 @@ from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass
 from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens, Select
 from kvpolicy.integrations.transformers.forward.stage import PrefillStage, StagePiece
 from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
-from kvpolicy.integrations.transformers.model.attachment import Forward
+from kvpolicy.integrations.transformers.model.attachment import AroundLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -138,16 +138,17 @@ class LaterLayers:
         main.part = None
         self._reach = attrs.evolve(reach, parts=())
 
-    def layer(self, main: PassRun, index: int, module: nn.Module, forward: Forward) -> Any:
+    def layer(self, main: PassRun, around: AroundLayer) -> Any:
         """Run a layer for all pieces of its stage; return its output for the last piece."""
         output: Any = None
+        index = around.index
         resumes = self._reach.resumed is not None and index == self._stage.first
         for at, run in enumerate(self._runs):
             main.part = run
             entering, kwargs = run.given.pop(index)
             hidden = self._states[at]
             hidden = entering if hidden is None else hidden
-            output = run.run_layer(index, module, forward, hidden, kwargs)
+            output = run.run_layer(around, hidden, kwargs)
             self._states[at] = output[0] if isinstance(output, tuple) else output
             if isinstance(run.made.at_queries, Remember) and not resumes:
                 follow([self._layers[index]], run.tokens)
@@ -156,7 +157,7 @@ class LaterLayers:
         if index == self._stage.last and self._others:
             self._go_on(main)
             if self._stage.first == index:  # it has ended inside this layer
-                return self.layer(main, index, module, forward)
+                return self.layer(main, around)
         return output
 
     def _go_on(self, main: PassRun) -> None:

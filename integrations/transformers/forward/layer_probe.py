@@ -16,13 +16,14 @@ from typing import Any, NoReturn, TypeVar
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.forward.layer_arguments import cut_arguments
 from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens
+from kvpolicy.integrations.transformers.model.attachment import AroundLayer
 from kvpolicy.integrations.transformers.model.layer_trial import FAILURES, LayerTrial, near
 from kvpolicy.integrations.transformers.model.masks import causal_mask
 from kvpolicy.integrations.transformers.model.parts import ModelParts
@@ -106,8 +107,7 @@ class LayerProbe:
 
     def enter(
         self,
-        index: int,
-        module: nn.Module,
+        around: AroundLayer,
         layer: PolicyLayer,
         hidden: Tensor,
         kwargs: dict[str, Any],
@@ -120,8 +120,7 @@ class LayerProbe:
         """Prepare a layer that is about to run on a few tokens, and call `find` for it.
 
         Args:
-            index: Index of the layer.
-            module: The model's layer.
+            around: The model's layer.
             layer: The layer in the cache.
             hidden: Its input.
             kwargs: Its other arguments, by name.
@@ -149,11 +148,11 @@ class LayerProbe:
             )
             assert isinstance(mask, Tensor)
             here["attention_mask"] = mask.expand(hidden.shape[0], -1, -1, -1)
-        attention = self.parts.attentions[index]
+        attention = self.parts.attentions[around.index]
         assert attention is not None
         entering = LayerTrial(
-            index,
-            module,
+            around.index,
+            around.module,
             attention,
             take_columns(hidden, slots, axis - 1, axis),
             axis,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Generator
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -35,7 +35,7 @@ from kvpolicy.integrations.transformers.forward.passes import (
     may_narrow,
 )
 from kvpolicy.integrations.transformers.model import routing
-from kvpolicy.integrations.transformers.model.attachment import Forward
+from kvpolicy.integrations.transformers.model.attachment import AroundLayer
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.routing import (
     Attend,
@@ -46,18 +46,6 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_slots
-
-
-class LayersBehind(Protocol):
-    """A protocol for the layers behind a stage, which read the tokens that go on."""
-
-    propagated: dict[int, Tensor]
-
-    def layer(self, main: PassRun, index: int, module: nn.Module, forward: Forward) -> Any:
-        """Run a layer for the run that the decoder calls; return the layer's output."""
-
-    def finish(self, main: PassRun) -> SeenTokens:
-        """End the last layer; return the new record of seen tokens."""
 
 
 class PassRun:
@@ -86,7 +74,7 @@ class PassRun:
         held: The hidden states that go into the next stage; None before they are known.
         attended: Keys and values of the layer inside which the stage has ended, and which of them
             are tokens (None: all); None if it ends behind a layer.
-        later: The layers behind the stage, once it is known which tokens reach them.
+        later: The `LaterLayers` behind the stage, once it is known which tokens reach them.
         updated: The layers that have used the cache.
         part: The run of ``later`` whose layer is under way; None if it is this run's.
         given: What the decoder gives the stage's layers, by index, if it was asked before they run.
@@ -109,7 +97,7 @@ class PassRun:
         self.stage = made.stage
         self.held: Tensor | None = None
         self.attended: tuple[Tensor, Tensor, Tensor | None] | None = None
-        self.later: LayersBehind | None = None
+        self.later: Any = None
         self.part: PassRun | None = None
         self.given: dict[int, tuple[Tensor, dict[str, Any]]] = {}
         self.updated: set[int] = set()
@@ -142,59 +130,41 @@ class PassRun:
         """Ask the decoder what it gives the layers of the run's stage, which do not run yet."""
         decoder.forward(**self.made.incoming.arguments)
 
-    def _collected(
-        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
-    ) -> Any:
-        if index == 0:
-            self._reach.check(module, hidden)
-        if self.stage is not None and index in self.stage.stage.layers:
-            self.given[index] = hidden, kwargs
+    def _collected(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
+        if around.index == 0:
+            self._reach.check(around.module, hidden)
+        if self.stage is not None and around.index in self.stage.stage.layers:
+            self.given[around.index] = hidden, kwargs
         return self.call.model.form.of(hidden)
 
-    def layer(
-        self,
-        index: int,
-        module: nn.Module,
-        forward: Forward,
-        hidden: Tensor,
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def layer(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
         """Run a layer for all that reaches it; see `LayerCallbacks`.
 
         While chunks of a prompt arrive, layers behind the first drop return at once.
         """
         if self.part is not None:
-            return self.part._collected(index, module, hidden, kwargs)
+            return self.part._collected(around, hidden, kwargs)
         if self.made.around is not None:
-            return self.made.around(self, index, module, forward, hidden, kwargs)
+            return self.made.around(self, around, hidden, kwargs)
         if self.stage is None:
-            return self.run_layer(index, module, forward, hidden, kwargs)
+            return self.run_layer(around, hidden, kwargs)
         last, then = self.stage.stage.last, self.made.then
-        if index <= last:
-            output = self.run_layer(index, module, forward, hidden, kwargs)
-            if then is None or index < last or not self.stage.looks:
+        if around.index <= last:
+            output = self.run_layer(around, hidden, kwargs)
+            if then is None or around.index < last or not self.stage.looks:
                 return output
         elif then is None:
             return self.call.model.form.of(hidden)
         if self.later is None:
             assert then is not None
             self.later = then(self)
-        return self.later.layer(self, index, module, forward)
+        return self.later.layer(self, around)
 
-    def run_layer(
-        self,
-        index: int,
-        module: nn.Module,
-        forward: Forward,
-        hidden: Tensor,
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run_layer(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
         """Run a layer for the tokens of this run that reach it; return what the next layer gets.
 
         Args:
-            index: Index of the layer.
-            module: The layer.
-            forward: Runs the layer.
+            around: The layer.
             hidden: ``[batch, new_len, hidden]``, its input.
             kwargs: Its other arguments, by name.
 
@@ -204,9 +174,10 @@ class PassRun:
                 of the cache.
             PassEnded: The pass ends inside this layer.
         """
-        layer, features, stage = self.layers[index], self.made.features, self.stage
+        index, features, stage = around.index, self.made.features, self.stage
+        layer = self.layers[index]
         if index == 0:
-            self._reach.check(module, hidden)
+            self._reach.check(around.module, hidden)
         if self._filling is not None and self._reach.slots is not None:
             hidden = self._reach.taken(hidden, self._reach.slots)
         own = self._masks.own_block(kwargs) if self._masks.may_be_own else None
@@ -220,25 +191,25 @@ class PassRun:
             if self.made.no_later and own is not None:
                 raise UnsupportedModelError(self.made.no_later)
             if self._probe is not None and layer.attends:
-                self._probe.enter(index, module, layer, hidden, kwargs, **self._places)
+                self._probe.enter(around, layer, hidden, kwargs, **self._places)
             if stage is not None and stage.looks and index == stage.stage.last:
-                return self._end_inside(index, forward, hidden, kwargs)
+                return self._end_inside(around, hidden, kwargs)
             if index == 0:
                 self._masks.check_order(kwargs, in_chunks=bool(self.made.missing))
             if index in self._may_narrow and self._narrows(index, kwargs):
-                hidden, kwargs = self._narrowed(index, forward, hidden, kwargs)
+                hidden, kwargs = self._narrowed(around, hidden, kwargs)
             else:
                 if layer.indexed is not None:
                     layer.indexed.taking = functools.partial(self.update_index, index)
                 kwargs = self.attention.arguments(index, layer, hidden, kwargs)
-        output = forward(hidden, **kwargs)
+        output = around.forward(hidden, **kwargs)
         if not self.call.model.form.known:
             self.call.model.form.note(output)
         if self.pending is not None:
             raise UnsupportedModelError(
                 "model must give an attention function the keys of the cache, or something "
-                f"computed from each of them, but {type(module).__name__} at {index} did not; the "
-                "policy saw no queries"
+                f"computed from each of them, but {type(around.module).__name__} at {index} did "
+                "not; the policy saw no queries"
             )
         return self._left(index, output) if self.made.in_prompt else output
 
@@ -262,12 +233,12 @@ class PassRun:
         return few_go_on(propagation, index, len(self.layers), max(self.at.seen_len), new_len)
 
     def _narrowed(
-        self, index: int, forward: Forward, hidden: Tensor, kwargs: dict[str, Any]
+        self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """Let the policy choose in a layer's first run; return the arguments of its second run."""
         here = self._reach.arguments(kwargs)
-        valid = self._look(index, forward, hidden, here)
-        slots = self._going_on(index)
+        valid = self._look(around, hidden, here)
+        slots = self._going_on(around.index)
         assert self.seen is not None
         keys, values = self.seen
         new_len = hidden.shape[self._reach.token_axis(hidden)]
@@ -277,9 +248,7 @@ class PassRun:
         self.attention.note_places(here)
         return self._reach.taken(hidden, slots), here
 
-    def _look(
-        self, index: int, forward: Forward, hidden: Tensor, kwargs: dict[str, Any]
-    ) -> Tensor | None:
+    def _look(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """Run a layer just until its queries and keys are known and the policy has seen them.
 
         In a stage, the first layer that ever runs is run whole, to learn what layers return.
@@ -287,14 +256,14 @@ class PassRun:
         Returns:
             ``[batch, 1 or kv_heads, key_len]`` bool, which of its keys are tokens; None if all are.
         """
-        layer = self.layers[index]
-        self.attention.inside = index
+        layer = self.layers[around.index]
+        self.attention.inside = around.index
         self._masks.enter(layer)
         valid = self._masks.valid_slots(layer)
         self.attention.note_places(kwargs)
         self._looking = True
         try:
-            self.call.model.form.note(forward(hidden, **{**kwargs, "attention_mask": None}))
+            self.call.model.form.note(around.forward(hidden, **{**kwargs, "attention_mask": None}))
         except PassEnded:
             pass
         finally:
@@ -312,11 +281,9 @@ class PassRun:
             return slots
         return slots[:, max(slots.shape[1] - self._keep_last, 0) :]
 
-    def _end_inside(
-        self, index: int, forward: Forward, hidden: Tensor, kwargs: dict[str, Any]
-    ) -> Any:
+    def _end_inside(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
         """End the stage inside its last layer, once the layer's queries and keys are known."""
-        valid = self._look(index, forward, hidden, self._reach.arguments(kwargs))
+        valid = self._look(around, hidden, self._reach.arguments(kwargs))
         assert self.seen is not None
         self.held = hidden
         if not self._appends:
@@ -531,13 +498,8 @@ class PassRun:
         if self.later is not None:
             tokens = self.later.finish(self)
             self.propagated |= self.later.propagated
-        if stage is None or not self._appends:
-            follow(self.layers, tokens)
-        elif stage.begun is not None:  # later layers hold nothing of the prompt yet
-            follow(self.layers[: own.stop], tokens)
-            none = stage.begun.appended, stage.begun.appended_ids
-            waiting = attrs.evolve(tokens, appended=none[0], appended_ids=none[1])
-            follow(self.layers[own.stop :], waiting)
+        # Layers behind a stage hold nothing of the prompt before it has ended.
+        follow(self.layers[own.start : own.stop] if self._appends else self.layers, tokens)
         self.tokens = tokens
         return tokens
 

@@ -82,8 +82,6 @@ class StagePiece:
         started: ``[batch]`` bool, rows in which layers have read tokens before; None if they are
             the rows in which the cache has.
         resumed: The second run of the first layer, if the previous stage ended inside it.
-        begun: The tokens seen before the prompt, for the layers behind the stage; None if these
-            layers already have this record.
     """
 
     stage: PrefillStage
@@ -92,4 +90,3 @@ class StagePiece:
     tokens: SeenTokens | None = None
     started: Tensor | None = None
     resumed: Narrowed | None = None
-    begun: SeenTokens | None = None

@@ -90,7 +90,7 @@ class StagedPrefill:
         assert staged is not None
         self._inputs(staged)
         stage = staged.stages[0]
-        piece = StagePiece(stage, stage.looks, begun=staged.begun)
+        piece = StagePiece(stage, stage.looks)
         return stage_pass(
             self.call,
             self.incoming,

@@ -16,7 +16,6 @@ from kvpolicy.integrations.transformers.model.routing import lock, route, unrout
 from kvpolicy.integrations.transformers.surface import CACHE, cache_name
 from kvpolicy.policy import CachePolicy
 
-Forward = Callable[..., Any]  # of a layer
 DecoderHook = Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]
 
 
@@ -27,20 +26,11 @@ class LayerCallbacks(Protocol):
     def alone(self) -> frozenset[int]:
         """The layers before and after which nothing is done."""
 
-    def layer(
-        self,
-        index: int,
-        module: nn.Module,
-        forward: Forward,
-        hidden: Tensor,
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def layer(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
         """Run a decoder layer for the tokens that reach it; return what the next layer gets.
 
         Args:
-            index: Index of the layer.
-            module: The layer.
-            forward: Runs the layer.
+            around: The layer.
             hidden: ``[batch, new_len, hidden]``, its input.
             kwargs: Its other arguments, by name.
         """
@@ -118,13 +108,17 @@ class AroundLayer:
     Args:
         index: Index of the layer.
         module: The layer.
+
+    Attributes:
+        forward: Runs the layer.
+        users: The attachments of the caches that are reading.
     """
 
     def __init__(self, index: int, module: nn.Module) -> None:
         self.index, self.module = index, module
         self.users: list[Attachment] = []
         self._replaced = vars(module).get("forward")  # such as accelerate's
-        self._forward = module.forward
+        self.forward: Callable[..., Any] = module.forward
         vars(module)["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,17 +127,17 @@ class AroundLayer:
             if carries(each.cache, args, kwargs):
                 break
         else:
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         run = each.listener.run
         if run is None or self.index in run.alone:  # None after Ctrl-C, until the next forward
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         if len(args) == 1 and kwargs:
             hidden = args[0]
         else:  # some models pass more arguments than the input by position, others pass none so
             kwargs = by_name(self.module, args, kwargs)
             # The first argument after self.
             hidden = kwargs.pop(list(signature(type(self.module).forward).parameters)[1])
-        return run.layer(self.index, self.module, self._forward, hidden, kwargs)
+        return run.layer(self, hidden, kwargs)
 
     def remove(self) -> None:
         """Give the layer the `forward` again that it had before."""
