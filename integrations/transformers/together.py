@@ -18,7 +18,7 @@ from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatc
 from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts
 from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
 from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
-from kvpolicy.integrations.transformers.forward.passes import AtQueries, KeyUse, Pass, PassState
+from kvpolicy.integrations.transformers.forward.passes import AtQueries, Pass, PassState
 from kvpolicy.integrations.transformers.forward.plan import Arrival
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.forward.selecting import Select
@@ -268,7 +268,6 @@ class _Follower:
         call = attrs.evolve(call, model=facts, probe=probe)
         made = Pass(
             arrival.incoming,
-            KeyUse.SELECT,
             self.select,
             main=True,
             narrows=True,
@@ -355,7 +354,6 @@ class _Leading(Select):
                 arriving.check(reader._given, arrival.incoming)
         yield Pass(
             arrival.incoming,
-            KeyUse.SELECT,
             self,
             main=True,
             features=arrival.features,
@@ -437,7 +435,6 @@ def _ended(arrival: Arrival, hidden: Tensor) -> Passes:
     """Yield a pass in which no layer runs, and the last one returns the given hidden states."""
     yield Pass(
         arrival.incoming,
-        KeyUse.SELECT,
         AtQueries(),
         stage=StagePiece(NO_LAYERS, is_output=True),
         main=True,

@@ -385,7 +385,7 @@ class ForwardDispatcher:
             raise
         self.answer.look(run, self._given)
         self.filled_by = weakref.ref(self._attached.parts.decoder)
-        if run.made.keys is KeyUse.SELECT:
+        if run.made.at_queries.keys is KeyUse.SELECT:
             self.now = ReadState(self.now.tokens, run.propagated)
         first, self._first_output = self._first_output, None
         self.run = self._undo = self._forward = None

@@ -56,7 +56,7 @@ class ForwardRun:
 
     def _through(self, made: Pass) -> PassRun:
         """Run the decoder for a pass other than the main one, until the pass ends."""
-        run, discards = self._begun(made), made.keys is KeyUse.DISCARD
+        run, discards = self._begun(made), made.at_queries.keys is KeyUse.DISCARD
         before = held_by(run.layers) if discards else ()
         try:
             # `forward` is called directly, since this code runs inside a hook of the decoder. What

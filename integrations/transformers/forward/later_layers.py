@@ -22,7 +22,7 @@ from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
 from kvpolicy.integrations.transformers.forward.narrowing import Narrowed
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
-from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass
+from kvpolicy.integrations.transformers.forward.passes import Pass
 from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens, Select
 from kvpolicy.integrations.transformers.forward.stage import PrefillStage, StagePiece
 from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
@@ -31,37 +31,6 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions
-
-
-def stage_pass(
-    call: Call,
-    incoming: Incoming,
-    at_queries: Remember | Select | ChooseTokens,
-    piece: StagePiece,
-    **more: Any,
-) -> Pass:
-    """Make the pass that reads some of a prompt's tokens in one range of layers.
-
-    Args:
-        call: What the forward asks for.
-        incoming: The tokens.
-        at_queries: What is done at their queries, which also says what becomes of their keys.
-        piece: The stage, and what enters it.
-        more: Further fields of `Pass`.
-    """
-    policy = call.model.policy
-    keys = {Remember: KeyUse.APPEND, Select: KeyUse.SELECT, ChooseTokens: KeyUse.DISCARD}
-    return Pass(
-        incoming,
-        keys[type(at_queries)],
-        at_queries,
-        stage=piece,
-        no_columns=(
-            "a prompt must come in one forward if attention counts columns, as in layer "
-            f"{{index}}, and {policy} drops tokens; leave prefill_chunk_size at None"
-        ),
-        **more,
-    )
 
 
 @attrs.frozen(eq=False)
@@ -238,7 +207,7 @@ class LaterLayers:
         if features is not None:
             features = features.taken(reach.columns[:, columns])
         incoming = incoming_of(self._call, self._last, self._staged, reach, columns)
-        made = stage_pass(self._call, incoming, at_queries, piece, features=features, **more)
+        made = Pass(incoming, at_queries, stage=piece, features=features, **more)
         return PassRun(self._call, self._layers, made)
 
     def _may_look(self, index: int) -> bool:

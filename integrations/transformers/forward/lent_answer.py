@@ -25,7 +25,7 @@ from kvpolicy.integrations.transformers.forward.attending import LayerAttention
 from kvpolicy.integrations.transformers.forward.inputs import check_step
 from kvpolicy.integrations.transformers.forward.lent_layers import Lent, LentHeads, LentKeys
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
-from kvpolicy.integrations.transformers.forward.passes import Ignore, KeyUse
+from kvpolicy.integrations.transformers.forward.passes import AtQueries, KeyUse
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.forward.static_steps import StaticSteps
 from kvpolicy.integrations.transformers.model.attachment import Attachment, carries
@@ -130,7 +130,11 @@ class LentAnswer:
             run: The pass of a forward, which has ended.
             given: The arguments with which the model called its decoder, by name.
         """
-        if self.most is not None and run.made.keys is KeyUse.APPEND and run.at.reach.count == 1:
+        if (
+            self.most is not None
+            and run.made.at_queries.keys is KeyUse.APPEND
+            and run.at.reach.count == 1
+        ):
             self._may_begin = needs_no_hooks(run, given, self.most)
             self.most = self.most if self._may_begin else None  # later tokens need hooks too
 
@@ -324,7 +328,7 @@ def needs_no_hooks(run: PassRun, given: dict[str, Any], most: int) -> bool:
     call, at, made = run.call, run.at, run.made
     model, end = call.model, at.before.seen + most
     return (
-        type(run.made.at_queries) is Ignore
+        type(run.made.at_queries) is AtQueries
         and not (call.own_masks or at.reach.padded)
         and call.attended is None
         and call.implementation == "sdpa"

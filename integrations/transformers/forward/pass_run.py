@@ -36,7 +36,7 @@ from kvpolicy.integrations.transformers.forward.passes import (
 )
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import AroundLayer
-from kvpolicy.integrations.transformers.model.masks import FLASH
+from kvpolicy.integrations.transformers.model.masks import FLASH, Spans
 from kvpolicy.integrations.transformers.model.routing import (
     Attend,
     AttentionInputs,
@@ -81,7 +81,7 @@ class PassRun:
     """
 
     def __init__(self, call: Call, layers: list[PolicyLayer], made: Pass) -> None:
-        if made.keys is KeyUse.DISCARD:
+        if made.at_queries.keys is KeyUse.DISCARD:
             own_masks = call.own_masks and made.in_prompt
             call = attrs.evolve(call, attended=None, own_masks=own_masks)
         self.call, self.made = call, made
@@ -93,7 +93,7 @@ class PassRun:
         self.pending: tuple[Tensor, Tensor] | None = None
         self.seen: tuple[Tensor, Tensor] | None = None
         self._queries, self._reach, self._masks = made.at_queries, at.reach, at.masks
-        self._appends = appends = made.keys is KeyUse.APPEND
+        self._appends = appends = made.at_queries.keys is KeyUse.APPEND
         self.stage = made.stage
         self.held: Tensor | None = None
         self.attended: tuple[Tensor, Tensor, Tensor | None] | None = None
@@ -180,7 +180,7 @@ class PassRun:
             self._reach.check(around.module, hidden)
         if self._filling is not None and self._reach.slots is not None:
             hidden = self._reach.taken(hidden, self._reach.slots)
-        own = self._masks.own_block(kwargs) if self._masks.may_be_own else None
+        own = self._masks.own(kwargs) if self._masks.may_be_own else None
         if stage is not None:
             self._check_parts(hidden, own)
         if stage is not None and stage.resumed is not None and index == stage.stage.first:
@@ -213,7 +213,7 @@ class PassRun:
             )
         return self._left(index, output) if self.made.in_prompt else output
 
-    def _check_parts(self, hidden: Tensor, own: Tensor | None) -> None:
+    def _check_parts(self, hidden: Tensor, own: Spans | None) -> None:
         if hidden.ndim != 3 or own is not None:
             raise UnsupportedModelError(
                 "a prompt must come in one forward if tokens see later ones or hidden states "
@@ -225,7 +225,7 @@ class PassRun:
 
     def _narrows(self, index: int, kwargs: dict[str, Any]) -> bool:
         new_len, last = self._reach.valid.shape[1], len(self.layers) - 1
-        if self._masks.own_block(kwargs) is not None:
+        if self._masks.own(kwargs) is not None:
             return False
         if index == last:
             return self._keep_last is not None and self._keep_last < new_len

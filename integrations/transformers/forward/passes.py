@@ -71,7 +71,7 @@ class PassState:
                 incoming.columns,
                 ids=incoming.ids,
                 padded=incoming.padded,
-                acts=made.keys is not KeyUse.APPEND,
+                acts=made.at_queries.keys is not KeyUse.APPEND,
                 skipped=incoming.skipped,
                 kinds=incoming.kinds,
                 bounded=made.at_queries.bounded,
@@ -120,10 +120,11 @@ class PassState:
 class AtQueries:
     """A base class for what a pass does at each layer with the layer's queries and keys.
 
-    By itself it does nothing. Its subclasses are `Ignore`, `Remember`, `Select`, `ChooseTokens`,
-    `ScoreChunk` and `Bound`.
+    By itself it does nothing but append the new keys and values. Its subclasses are `Remember`,
+    `Select`, `ChooseTokens`, `ScoreChunk` and `Bound`.
 
     Attributes:
+        keys: What becomes of the keys and values that the pass makes.
         asks: Whether parts of the policy look at layers, now or at the end of the prompt.
         bounded: Whether the tokens of the pass belong to a bounded answer.
         padding_first: Whether keys are to be shown with each row's padding before its tokens.
@@ -132,6 +133,7 @@ class AtQueries:
         holding_anew: The layers that hold other slots once observed, and so need not append.
     """
 
+    keys = KeyUse.APPEND
     holding_anew: frozenset[int] = frozenset()
     asks = False
     bounded = False
@@ -177,18 +179,14 @@ class AtQueries:
         return at.tokens
 
 
-class Ignore(AtQueries):
-    """A pass's choice to do nothing at any layer but append the new keys and values."""
-
-
 @attrs.frozen(eq=False)
 class Pass:
     """A plan for one run of the decoder: its tokens, and what to do with their keys.
 
     Args:
         incoming: Its tokens, and the decoder's arguments.
-        keys: What becomes of the keys and values that it makes.
-        at_queries: What is done in a layer, once its queries and keys are known.
+        at_queries: What is done in a layer, once its queries and keys are known, and what becomes
+            of its keys.
         in_prompt: Whether its tokens belong to a prompt.
         main: Whether it is the run that the model itself has called; the cache calls all others.
         narrows: Whether layers that pass on few tokens may be run for these only. Otherwise only
@@ -208,7 +206,6 @@ class Pass:
     """
 
     incoming: Incoming
-    keys: KeyUse
     at_queries: AtQueries
     in_prompt: bool = True
     main: bool = False

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.facts import ModelFacts
 from kvpolicy.integrations.transformers.forward.inputs import OF_TOKENS, Incoming, take_columns
-from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassState
+from kvpolicy.integrations.transformers.forward.passes import Pass, PassState
 from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens
 from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_positions
@@ -42,7 +42,6 @@ def choosing_pass(model: ModelFacts, incoming: Incoming, features: AddedFeatures
     propagation = model.policy.propagation
     return Pass(
         incoming,
-        KeyUse.DISCARD,
         ChooseTokens(layer),
         ends_inside=layer,
         features=features,

@@ -45,6 +45,8 @@ class ScoreChunk(AtQueries):
         found: The result: saliency by layer, float32 ``[batch, heads, key_len + 1]``.
     """
 
+    keys = KeyUse.DISCARD
+
     def __init__(
         self, span: tuple[int, int], scored: frozenset[int], found: dict[int, Tensor]
     ) -> None:
@@ -147,7 +149,6 @@ class SecondReading:
             padded = not bool(valid.all())
             yield Pass(
                 Incoming(arguments, self.tokens, None, valid, valid, padded=padded),
-                KeyUse.DISCARD,
                 ScoreChunk((start, stop), scored, found),
                 in_prompt=False,
                 ends_inside=max(scored),

@@ -18,7 +18,7 @@ from kvpolicy.integrations.transformers.forward.decoding.choosing import (
 )
 from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV
 from kvpolicy.integrations.transformers.forward.history import History
-from kvpolicy.integrations.transformers.forward.passes import PassState
+from kvpolicy.integrations.transformers.forward.passes import KeyUse, PassState
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -62,6 +62,8 @@ class Select(AtEnd):
     Attributes:
         waiting: The layers that choose when all layers were scored, by index.
     """
+
+    keys = KeyUse.SELECT
 
     def __init__(self, chunks: Chunks | None = None, history: History | None = None) -> None:
         super().__init__(chunks, history)
@@ -290,6 +292,8 @@ class ChooseTokens(AtEnd):
         layer: Index of the layer that chooses.
         chunks: See `AtEnd`.
     """
+
+    keys = KeyUse.DISCARD
 
     def __init__(self, layer: int, chunks: Chunks | None = None) -> None:
         super().__init__(chunks)

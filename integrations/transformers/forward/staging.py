@@ -24,7 +24,6 @@ from kvpolicy.integrations.transformers.forward.later_layers import (
     incoming_of,
     passed_on,
     pieces_of,
-    stage_pass,
 )
 from kvpolicy.integrations.transformers.forward.narrowing import few_go_on
 from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
@@ -91,11 +90,10 @@ class StagedPrefill:
         self._inputs(staged)
         stage = staged.stages[0]
         piece = StagePiece(stage, stage.looks)
-        return stage_pass(
-            self.call,
+        return Pass(
             self.incoming,
             Remember(chunks, only=frozenset({stage.last}) if self._restarts else None),
-            piece,
+            stage=piece,
             missing=missing,
             features=self.features,
             main=True,
@@ -149,11 +147,10 @@ class StagedPrefill:
             assert staged is not None
             return self._later(run, staged, run.tokens, others, *self._surviving(staged, run))
 
-        return stage_pass(
-            self.call,
+        return Pass(
             self.incoming,
             Select(chunks),
-            piece,
+            stage=piece,
             features=self.features,
             main=True,
             then=then if others else None,
@@ -164,11 +161,10 @@ class StagedPrefill:
         staged = chunks.staged
         assert staged is not None
         first, stage = staged.stages
-        choosing = stage_pass(
-            self.call,
+        choosing = Pass(
             self.incoming,
             ChooseTokens(first.last, chunks),
-            StagePiece(first),
+            stage=StagePiece(first),
             features=self.features,
             ends_inside=first.last,
         )
@@ -187,11 +183,10 @@ class StagedPrefill:
         def then(run: PassRun) -> LaterLayers:
             return self._later(run, staged, whole, [stage], reach, propagated)
 
-        return stage_pass(
-            self.call,
+        return Pass(
             last,
             Select(),
-            StagePiece(NO_LAYERS, is_output=True, tokens=whole),
+            stage=StagePiece(NO_LAYERS, is_output=True, tokens=whole),
             main=True,
             then=then,
         )
