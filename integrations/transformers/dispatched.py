@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,25 @@ from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.forward.static_steps import StaticSteps
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.surface import CACHE
+
+
+def _noting(name: str, place: int) -> Callable[..., Any]:
+    """Make a method of a cache that reads or writes a layer's state, and notes that it was used.
+
+    The model may write into a state that it gets. Without a model attached, the method raises a
+    `NotAttachedError`.
+
+    Args:
+        name: The method of `Cache`.
+        place: Where the layer's index stands among its arguments.
+    """
+
+    def method(self: DispatchedCache, *args: Any, **kwargs: Any) -> Any:
+        index = kwargs["layer_idx"] if "layer_idx" in kwargs else args[place]
+        self._run().note_state(index)
+        return getattr(super(DispatchedCache, self), name)(*args, **kwargs)
+
+    return method
 
 
 class DispatchedCache(Cache):  # type: ignore[misc]
@@ -87,55 +107,10 @@ class DispatchedCache(Cache):  # type: ignore[misc]
             self._run().note_state(layer_idx)
         return bool(super().has_previous_state(layer_idx, state_idx))
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the state of a layer's convolution; None before any token is read.
-
-        The model may write into it.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        self._run().note_state(layer_idx)
-        state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
-        return state
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the recurrent state of a layer; None before any token is read.
-
-        The model may write into it.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        self._run().note_state(layer_idx)
-        state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
-        return state
-
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """Add new inputs to the state of a layer's convolution; return earlier and new inputs.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        self._run().note_state(layer_idx)
-        state: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-        return state
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """Store a layer's recurrent state after the current tokens.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        self._run().note_state(layer_idx)
-        state: Tensor = super().update_recurrent_state(
-            recurrent_states, layer_idx, state_idx, **kwargs
-        )
-        return state
+    get_conv_state = _noting("get_conv_state", 0)
+    get_recurrent_state = _noting("get_recurrent_state", 0)
+    update_conv_state = _noting("update_conv_state", 1)
+    update_recurrent_state = _noting("update_recurrent_state", 1)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """Return the recurrent state of a layer; None before any token is read.

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.cache import PolicyCache
-from kvpolicy.integrations.transformers.forward.deferred_layers import choose
 from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
 from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts
 from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
@@ -21,7 +20,7 @@ from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
 from kvpolicy.integrations.transformers.forward.passes import AtQueries, Pass, PassState
 from kvpolicy.integrations.transformers.forward.plan import Arrival
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
-from kvpolicy.integrations.transformers.forward.selecting import Select
+from kvpolicy.integrations.transformers.forward.selecting import Select, choose
 from kvpolicy.integrations.transformers.forward.stage import NO_LAYERS, StagePiece
 from kvpolicy.integrations.transformers.model.attachment import AroundLayer
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
@@ -34,13 +33,6 @@ from kvpolicy.policy import CachePolicy
 
 # Arguments of a model that `read_together` gives itself, or that ask for an output of all tokens.
 OWN_ARGUMENTS = frozenset({"labels", "logits_to_keep", "use_cache", *CACHE_NAMES})
-
-
-class Read(Protocol):
-    """A protocol for the call that reads a prompt into a cache, and returns its last logits."""
-
-    def __call__(self, cache: PolicyCache, *, whole: bool) -> Tensor | None:
-        """Read the prompt; only its last token if ``whole`` is False."""
 
 
 class ReadTogether(dict[str, PolicyCache]):
@@ -197,8 +189,13 @@ def _may_share(cache: PolicyCache) -> bool:
     return not facts.acting or all(why_whole(each) is None for each in layers)
 
 
-def _shared(caches: Mapping[str, PolicyCache], read: Read) -> dict[str, Tensor | None]:
+def _shared(
+    caches: Mapping[str, PolicyCache], read: Callable[..., Tensor | None]
+) -> dict[str, Tensor | None]:
     """Read a prompt into several attached caches, with one forward of another cache.
+
+    ``read`` reads the prompt into a cache, only its last token if ``whole`` is False, and returns
+    its last logits.
 
     Returns:
         The logits of the prompt's last token, by name. A name is missing if its cache has read
@@ -263,7 +260,8 @@ class _Follower:
 
     def begin(self, call: Call, arrival: Arrival) -> None:
         """Begin a forward of the leader's, which is at no layer yet."""
-        facts = attrs.evolve(self.facts, form=call.model.form)
+        own = self.facts
+        facts = ModelFacts(own.parts, own.policy, own.quirks, call.model.form)
         probe = LayerProbe.of(facts.parts, facts.policy)
         call = attrs.evolve(call, model=facts, probe=probe)
         made = Pass(

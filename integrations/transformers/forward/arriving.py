@@ -15,7 +15,6 @@ from kvpolicy.integrations.transformers.forward.outer_call import OuterCall
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.forward.restart import check_positions
 from kvpolicy.integrations.transformers.forward.second_reading import check_tokens
-from kvpolicy.integrations.transformers.forward.states import check_states_go_on
 from kvpolicy.integrations.transformers.model.both_ways import cuts_of
 
 
@@ -156,3 +155,38 @@ class Arriving:
             raise UnsupportedGenerationError(
                 f"{name} must be True with a PolicyCache, got False; set it, or pass use_cache=True"
             )
+
+
+def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
+    """Check that recurrent layers can continue from their states with a forward's tokens.
+
+    Args:
+        incoming: The forward's tokens and those seen before.
+        several: Whether the model's layers can continue from a state with more than one token.
+
+    Raises:
+        UnsupportedModelError: A row has padding behind its tokens, tokens read before have become
+            padding, or several tokens come where the model can only take one.
+    """
+    if incoming.moved is not None:
+        raise UnsupportedModelError(
+            "attention_mask must not turn tokens already read into padding if layers are "
+            "recurrent, since they cannot be removed from a state; give every row its answer up "
+            "to the last token, or read rows one at a time"
+        )
+    valid, started = incoming.new_valid, incoming.tokens.lengths > 0
+    if incoming.padded:
+        between = (valid[:, :-1] & ~valid[:, 1:]).any(dim=1) | (started & ~valid.all(dim=1))
+    if incoming.padded and bool(between.any()):
+        row = int(between.nonzero()[0])
+        raise UnsupportedModelError(
+            "padding must come before all tokens of a row if layers are recurrent, since a state "
+            f"cannot skip it, but row {row} has tokens before its padding; give rows turns of one "
+            "length, or read them one at a time"
+        )
+    if not several and valid.shape[1] > 1 and bool(started.any()):
+        raise UnsupportedModelError(
+            f"one token at a time must follow what the cache has read, got {valid.shape[1]}: if "
+            "the model's recurrent layers read several, they start from an empty state, with any "
+            "cache; give the whole conversation to a new PolicyCache, in one forward"
+        )

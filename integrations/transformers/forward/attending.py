@@ -15,7 +15,6 @@ from kvpolicy.integrations.transformers.forward.narrowing import Narrowed
 from kvpolicy.integrations.transformers.forward.packed_attention import packed_attention
 from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassState
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns
-from kvpolicy.integrations.transformers.forward.states import check_states_skip_nothing
 from kvpolicy.integrations.transformers.model.mask_arguments import MaskArguments
 from kvpolicy.integrations.transformers.model.masks import FLASH, Mask, Spans
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs, is_plain
@@ -298,3 +297,28 @@ class LayerAttention:
             places = reach.positions.to(query.device)
             kwargs = self.told.taken(kwargs, places, keys, query.shape[1])
         return attend(module, query, key, value, mask, **kwargs)
+
+
+def check_states_skip_nothing(valid: Tensor, started: Tensor) -> None:
+    """Check that no recurrent layer would read padding after a row's tokens.
+
+    A row that passes on fewer tokens than another, or restarts with fewer, is padded before these
+    tokens.
+
+    Args:
+        valid: bool ``[batch, reaching_len]``, the tokens that reach the layer, False on padding.
+        started: bool ``[batch]``, rows in which tokens were read before this forward.
+
+    Raises:
+        UnsupportedModelError: They would.
+    """
+    between = started.to(valid.device) & ~valid.all(dim=1)
+    if bool(between.any()):
+        row = int(between.nonzero()[0])
+        counts = valid.sum(dim=1).tolist()
+        raise UnsupportedModelError(
+            "all rows of a later turn must pass on equally many tokens if later layers are "
+            f"recurrent, since a state cannot skip padding, but row {row} passes on {counts[row]} "
+            f"of up to {max(counts)}; give budgets in tokens, rows of equal length in all, or "
+            "read rows one at a time"
+        )

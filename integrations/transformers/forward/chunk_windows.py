@@ -91,7 +91,7 @@ class ChunkWindows:
     def _counts(self, window: int) -> tuple[int, ...] | None:
         """Return how many of the last slots each row keeps; None if positions must be read."""
         at, end = self._at, self._at.tokens.seen
-        if at.reach.padded or at.before.acted_ids.shape[1] or not at.counts_held:
+        if at.reach.padded or at.before.acted_ids.shape[1] or not at.reach.counts_held:
             return None
         count = end - max(first_seen(end, window), 0)
         return (count,) * at.before.batch

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from kvpolicy.checks import check_count
@@ -19,14 +20,13 @@ from kvpolicy.integrations.transformers.forward.added_features import (
 )
 from kvpolicy.integrations.transformers.forward.arriving import Arriving
 from kvpolicy.integrations.transformers.forward.chunks import Chunks
-from kvpolicy.integrations.transformers.forward.facts import ModelFacts, keeps_everything
-from kvpolicy.integrations.transformers.forward.forward_run import ForwardRun
+from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts, keeps_everything
 from kvpolicy.integrations.transformers.forward.inputs import inputs_of
 from kvpolicy.integrations.transformers.forward.lent_answer import LentAnswer
 from kvpolicy.integrations.transformers.forward.outer_call import OuterCall
 from kvpolicy.integrations.transformers.forward.output_order import joined_outputs
 from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
-from kvpolicy.integrations.transformers.forward.passes import KeyUse
+from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassEnded
 from kvpolicy.integrations.transformers.forward.plan import Arrival
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.model import routing
@@ -80,7 +80,7 @@ class ForwardDispatcher:
         self.filled_by: weakref.ref[nn.Module] | None = None
         self.appends = False
         self.plan: Callable[[Arrival], Passes] = Arrival.passes
-        self._forward: ForwardRun | None = None
+        self._passes: Passes | None = None  # of the forward under way
         self._given: dict[str, Any] = {}  # the decoder's arguments in the forward under way
         self._in_generate = False
         self._first_output: Any = None  # of the prompt, if draft tokens came with it
@@ -105,11 +105,6 @@ class ForwardDispatcher:
     @tokens.setter
     def tokens(self, tokens: SeenTokens | None) -> None:
         self.now = attrs.evolve(self.now, tokens=tokens)
-
-    @property
-    def chunks(self) -> Chunks | None:
-        """The record of the chunks of an unfinished prompt; None if no prompt is unfinished."""
-        return self.now.chunks
 
     @property
     def seen(self) -> int:
@@ -341,12 +336,37 @@ class ForwardDispatcher:
             chunks=self.now.chunks if starts else None,
             remember=self._remember,
         )
-        decoder = self._attached.parts.decoder
-        self._forward = ForwardRun(self.plan(arrival), call, self.layers, decoder, self._begin)
-        return self._forward.up_to_main().made.incoming.arguments
+        self._passes = self.plan(arrival)
+        made = next(self._passes)
+        while not made.main:
+            made = self._passes.send(self._through(call, made))
+        self.run = PassRun(call, self.layers, made)
+        return made.incoming.arguments
 
-    def _begin(self, run: PassRun) -> None:
-        self.run = run
+    def _through(self, call: Call, made: Pass) -> PassRun:
+        """Run the decoder for a pass other than the main one, until the pass ends."""
+        self.run = run = PassRun(call, self.layers, made)
+        before = held_by(run.layers)
+        try:
+            # `forward` is called directly, since this code runs inside a hook of the decoder. What
+            # is discarded is a choice of tokens, which has no gradient.
+            with torch.no_grad():
+                self._attached.parts.decoder.forward(**made.incoming.arguments)
+        except PassEnded:
+            return run
+        finally:
+            hold_again(run.layers, before)  # recurrent layers have read the tokens
+        raise AssertionError("the layer at which the pass ends was never reached")
+
+    def _rest(self, main: PassRun) -> None:
+        """Run the passes that follow the main pass, which has ended."""
+        assert self._passes is not None
+        run = main
+        try:
+            while True:
+                run = self._through(main.call, self._passes.send(run))
+        except StopIteration:
+            self.run = main
 
     def _remember(self, chunks: Chunks) -> None:
         self.now = attrs.evolve(self.now, chunks=chunks, starts_turn=True)
@@ -374,12 +394,11 @@ class ForwardDispatcher:
         Raises:
             UnsupportedModelError: A layer did not use the cache.
         """
-        run, forward = self.run, self._forward
+        run = self.run
         assert run is not None
-        assert forward is not None
         try:
             self.tokens = run.finish()
-            forward.rest(run)
+            self._rest(run)
         except BaseException:
             self.abandon_forward()
             raise
@@ -388,7 +407,7 @@ class ForwardDispatcher:
         if run.made.at_queries.keys is KeyUse.SELECT:
             self.now = ReadState(self.now.tokens, run.propagated)
         first, self._first_output = self._first_output, None
-        self.run = self._undo = self._forward = None
+        self.run = self._undo = self._passes = None
         self._given = {}
         output = run.in_order(output)
         return output if first is None else joined_outputs(first, output)
@@ -414,7 +433,7 @@ class ForwardDispatcher:
         if before is not None:
             self._go_back(before)
             routing.waiting.set(None)
-        self.run = self._undo = self._first_output = self._forward = None
+        self.run = self._undo = self._first_output = self._passes = None
         self._given = {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -21,20 +21,17 @@ from kvpolicy.selection import gather_slots
 class History:
     """A record of the saliencies that earlier layers gave to the tokens that reach this layer.
 
+    By default it is that of a policy that uses no other layer's saliency.
+
     Args:
         layers: Layers whose saliency a later layer looks at.
         longest: Number of last saliencies that are looked at.
         held: float32 ``[batch, heads, new_len]`` each, the newest last.
     """
 
-    layers: frozenset[int]
-    longest: int
+    layers: frozenset[int] = frozenset()
+    longest: int = 0
     held: tuple[Tensor, ...] = ()
-
-    @staticmethod
-    def none() -> History:
-        """Return the empty record for policies that use no other layer's saliency."""
-        return _NOTHING
 
     @staticmethod
     def of(policy: CachePolicy, num_layers: int, choosing: Sequence[int]) -> History:
@@ -73,6 +70,3 @@ class History:
     def shown(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return the saliencies on a layer's device, for `LayerInputs.history`."""
         return tuple(each.to(device) for each in self.held)
-
-
-_NOTHING = History(frozenset(), 0)

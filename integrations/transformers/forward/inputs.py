@@ -1,7 +1,7 @@
 """Read and check a forward's inputs before anything is computed: which tokens are real.
 
 In a later turn, rows may have padding between tokens. If the policy acts, columns are moved so that
-each row's padding comes before its tokens, whose order stays. `InputOrder` puts the decoder's
+each row's padding comes before its tokens, whose order stays. `in_input_order` puts the decoder's
 output back into the order of the input.
 """
 

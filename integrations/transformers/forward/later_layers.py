@@ -16,18 +16,19 @@ from torch import Tensor
 
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.chunks import Chunks, Remember
-from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
 from kvpolicy.integrations.transformers.forward.narrowing import Narrowed
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.forward.passes import Pass
-from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens, Select
-from kvpolicy.integrations.transformers.forward.stage import PrefillStage, StagePiece
-from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
+from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens, DeferredKV, Select
+from kvpolicy.integrations.transformers.forward.stage import (
+    PrefillStage,
+    StagedPrompt,
+    StagePiece,
+)
 from kvpolicy.integrations.transformers.model.attachment import AroundLayer
-from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions
@@ -60,14 +61,10 @@ class LaterLayers:
 
     Args:
         main: The run that the decoder's layers are called with.
-        layers: The layers of the cache.
         last: The last chunk of the prompt.
         staged: All chunks of the prompt.
         whole: The tokens seen, the prompt included.
-        features: Features to add to hidden states of the prompt between layers; None if there are
-            none.
         stages: The stages that are still to be run.
-        reach: The tokens that reach the first of them.
 
     Attributes:
         waiting: The layers that choose when all layers were scored, by index.
@@ -77,24 +74,27 @@ class LaterLayers:
     def __init__(
         self,
         main: PassRun,
-        layers: list[PolicyLayer],
         last: Incoming,
         staged: StagedPrompt,
         whole: SeenTokens,
-        features: AddedFeatures | None,
         stages: Sequence[PrefillStage],
-        reach: SurvivingTokens,
     ) -> None:
-        self._call, self._layers = main.call, layers
-        self._last, self._staged, self._whole, self._features = last, staged, whole, features
+        self._call, self._layers = main.call, main.layers
+        self._last, self._staged, self._whole, self._others = last, staged, whole, stages
+        self._features = AddedFeatures.joined(staged.features, staged.valid)
         self.waiting: dict[int, DeferredKV] = {}
-        self.propagated: dict[int, Tensor] = {}
-        self._begin(main, stages, reach)
 
-    def _begin(self, main: PassRun, stages: Sequence[PrefillStage], reach: SurvivingTokens) -> None:
+    def begun(
+        self, main: PassRun, reach: SurvivingTokens, propagated: dict[int, Tensor]
+    ) -> LaterLayers:
+        """Prepare the first stage for the tokens that reach it; return itself."""
+        self.propagated = propagated
+        self._begin(main, reach)
+        return self
+
+    def _begin(self, main: PassRun, reach: SurvivingTokens) -> None:
         """Prepare the runs of all pieces of the next stage."""
-        self._stage, *self._others = stages
-        self._reach = reach
+        self._stage, *self._others = self._others
         self._columns = pieces_of(self._staged, reach)
         self._runs = self._runs_of(self._stage, reach)
         self._states = [
@@ -103,7 +103,7 @@ class LaterLayers:
         ]
         for run in self._runs:
             main.part = run
-            run.collect(self._call.model.parts.decoder)
+            self._call.model.parts.decoder.forward(**run.made.incoming.arguments)
         main.part = None
         self._reach = attrs.evolve(reach, parts=())
 
@@ -147,7 +147,7 @@ class LaterLayers:
         if run.made.at_queries.passed is not None:
             self.propagated[self._stage.last] = passed.positions
         self._end_runs()
-        self._begin(main, self._others, passed)
+        self._begin(main, passed)
 
     def _end_runs(self) -> SeenTokens:
         for run in self._runs[:-1]:
@@ -157,7 +157,7 @@ class LaterLayers:
         self.waiting |= select.waiting
         return tokens
 
-    def finish(self, main: PassRun) -> SeenTokens:
+    def finish(self) -> SeenTokens:
         """End the last stage; return the new record of seen tokens; see `PassRun.finish`."""
         tokens, passed = self._end_runs(), self._runs[-1].made.at_queries.passed
         if passed is not None:  # behind the last layer

@@ -6,10 +6,14 @@ from torch import Tensor
 
 from kvpolicy.context import LayerContext
 from kvpolicy.heads import Heads
+from kvpolicy.integrations.transformers.forward.history import History
+from kvpolicy.integrations.transformers.forward.passes import AtQueries, PassState
+from kvpolicy.integrations.transformers.model.parallel import ALL_HEADS
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.layer_inputs import NO_DECODING, PLAIN_LAYER, DecodingInputs, LayerInputs
+from kvpolicy.part_calls import DeferredChecks
 from kvpolicy.rotary import RotaryEmbedding
 
 
@@ -55,7 +59,9 @@ def layer_context(
     # Compared by number of heads, since keys may be changed and still be one for each head.
     held_as_shown = stored is None or keys.shape[1] == stored[0].shape[1]
     kinds = None if tokens is None or tokens.kinds is None else tokens.kinds_at(positions)
-    heads = layer.facts.spread.heads(inputs.queries.shape[1])
+    spread = layer.facts.spread
+    whole = spread.query_heads is None  # nothing is spread over processes
+    heads = ALL_HEADS if whole else spread.heads(inputs.queries.shape[1])
     asked = rotary is not None or output_weight is not None or history
     plain = type(heads) is Heads and not asked
     return LayerContext(
@@ -74,3 +80,69 @@ def layer_context(
         decoding=decoding,
         held_len=held_len,
     )
+
+
+class InPrompt(AtQueries):
+    """A base class for what a prompt's pass does at each layer: it builds the `LayerContext`.
+
+    Args:
+        history: The saliency that layers of earlier passes gave to the tokens of this one; None if
+            there were no such passes.
+
+    Attributes:
+        history: The same, with the layers of this pass.
+        checks: Checks on the answers of parts at earlier layers.
+    """
+
+    asks = True
+
+    def __init__(self, history: History | None = None) -> None:
+        self._history = history
+        self.checks = DeferredChecks()
+
+    def begin(self, at: PassState) -> None:
+        """Begin the record of the saliencies that layers give; see `AtQueries.begin`."""
+        policy, count = at.policy, len(at.layers)
+        self.history = self._history or History()
+        if self._history is None and policy.history_layers:
+            layers = enumerate(at.layers)
+            choosing = [i for i, each in layers if each.attends and at.masks.windows[i] is None]
+            self.history = History.of(policy, count, choosing)
+
+    def drop(self, slots: Tensor) -> None:
+        """See `AtQueries.drop`."""
+        self.history = self.history.taken(slots)
+
+    def context(
+        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
+    ) -> LayerContext:
+        """Build the `LayerContext` that the policy gets of a layer; see `AtQueries.observe`."""
+        layer, policy = at.layers[index], at.policy
+        queries, new_valid = self.shown(at, index, inputs.queries)
+        held = inputs.keys.shape[2]
+        if held < new_valid.shape[1]:  # behind a window in a prompt in chunks; see `chunk_windows`
+            new_valid = new_valid[:, -held:]
+            queries = queries[:, :, max(queries.shape[2] - held, 0) :]
+        positions = at.masks.positions(layer, inputs.keys.shape[1], inputs.keys.device)
+        return layer_context(
+            index,
+            len(at.layers),
+            layer,
+            inputs,
+            positions,
+            new_valid=new_valid,
+            seen_len=at.seen_len,
+            queries=queries,
+            stored=stored,
+            tokens=at.tokens,
+            history=self.history.shown(inputs.keys.device) if self.history.held else (),
+            held_len=at.reach.seen_by(layer),
+            rotary=layer.facts.rotary(at.gapless) if policy.needs_rotary else None,
+            output_weight=layer.facts.weight(inputs.values) if policy.needs_output_weight else None,
+        )
+
+    def shown(self, at: PassState, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the last queries, as many as the policy reads, and the mask of real new tokens."""
+        count = at.policy.num_queries
+        first = 0 if count is None else max(queries.shape[2] - count, 0)
+        return queries[:, :, first:], at.reach.valid

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,58 +26,21 @@ from kvpolicy.integrations.transformers.forward.inputs import check_step
 from kvpolicy.integrations.transformers.forward.lent_layers import Lent, LentHeads, LentKeys
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.forward.passes import AtQueries, KeyUse
-from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.forward.static_steps import StaticSteps
-from kvpolicy.integrations.transformers.model.attachment import Attachment, carries
+from kvpolicy.integrations.transformers.model.attachment import carries
 from kvpolicy.integrations.transformers.model.routing import replaced
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.storage import Plain, PlainStorage, Storage
+from kvpolicy.integrations.transformers.state.storage import Plain, PlainStorage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-from kvpolicy.policy import CachePolicy
-
-
-class Answered(Protocol):
-    """A protocol for the parts of a cache's state that change while an answer is decoded."""
-
-    policy: CachePolicy
-    storage: Storage
-    max_new_tokens: int | None
-    layers: list[PolicyLayer]
-    attachment: Attachment | None
-    now: ReadState
-
-    @property
-    def tokens(self) -> SeenTokens | None:
-        """The record of the tokens that the cache has read; None if it has read none."""
-
-    @tokens.setter
-    def tokens(self, tokens: SeenTokens | None) -> None: ...
-
-    @property
-    def seen(self) -> int:
-        """The number of columns seen, padding included."""
-
-    @property
-    def placed(self) -> CachePolicy:
-        """The policy, with its unset layer indices chosen for the attached model."""
-
-    @property
-    def acts_next(self) -> bool:
-        """True if the policy acts on the next forward, which is then no decoding step."""
-
-    def abandon_forward(self) -> None:
-        """Undo a call of the model that did not finish."""
-
-    def take_tokens(self, tokens: SeenTokens) -> None:
-        """Replace the record of the tokens seen, in the dispatcher and in all layers."""
 
 
 class LentAnswer:
     """A manager of the answers whose keys Transformers' own layers hold.
 
     Args:
-        reader: The dispatcher of the cache. The reference is weak, since the dispatcher refers to
-            this object: without a cycle, a cache is freed with its last reference.
+        reader: The `ForwardDispatcher` of the cache, whose file imports this one. The reference is
+            weak, since the dispatcher refers to this object: without a cycle, a cache is freed with
+            its last reference.
 
     Attributes:
         cache: The cache of Transformers that holds the keys of an answer; None between answers.
@@ -87,7 +50,7 @@ class LentAnswer:
             must be decoded with hooks.
     """
 
-    def __init__(self, reader: Answered) -> None:
+    def __init__(self, reader: Any) -> None:
         self._reader = weakref.ref(reader)
         self.cache: Cache | None = None
         self.static: StaticSteps | None = None
@@ -101,7 +64,7 @@ class LentAnswer:
         self._removed = ExitStack()  # what is removed from the model at the end
 
     @property
-    def _of(self) -> Answered:
+    def _of(self) -> Any:
         reader = self._reader()
         assert reader is not None
         return reader

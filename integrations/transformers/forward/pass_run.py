@@ -23,7 +23,7 @@ from kvpolicy.integrations.transformers.forward.layer_arguments import cut_alike
 from kvpolicy.integrations.transformers.forward.narrowing import Narrowed, few_go_on
 from kvpolicy.integrations.transformers.forward.output_order import (
     Filling,
-    InputOrder,
+    in_input_order,
     without_states,
 )
 from kvpolicy.integrations.transformers.forward.packed_attention import Unpacked
@@ -32,7 +32,6 @@ from kvpolicy.integrations.transformers.forward.passes import (
     Pass,
     PassEnded,
     PassState,
-    may_narrow,
 )
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import AroundLayer
@@ -105,7 +104,7 @@ class PassRun:
         # columns that were asked for would then be confused with later tokens.
         moved = made.incoming.order is not None
         self._keep_last = None if moved and call.keep_last != 1 else call.keep_last
-        self._may_narrow = may_narrow(call, made, at.masks, self._keep_last)
+        self._may_narrow = self._narrowing()
         self._looking = False  # whether a layer is run until its queries are known
         self.attention = LayerAttention(call, made, at)
         self.columns = self.attention.columns
@@ -126,9 +125,16 @@ class PassRun:
         known = plain and spares and call.model.quirks.spares_masks and not refills
         self.alone = self._queries.left_alone(at) if known else frozenset[int]()
 
-    def collect(self, decoder: nn.Module) -> None:
-        """Ask the decoder what it gives the layers of the run's stage, which do not run yet."""
-        decoder.forward(**self.made.incoming.arguments)
+    def _narrowing(self) -> frozenset[int]:
+        """Return the layers that may compute output for only some of their tokens."""
+        call, made = self.call, self.made
+        if not (call.narrows and made.in_prompt) or made.ends_inside is not None:
+            return frozenset()
+        last = len(self.layers) - 1
+        found = call.model.acting - {last} if made.narrows else frozenset[int]()
+        if self._keep_last is not None and (self.stage is None or self.stage.is_output):
+            found |= {last}
+        return frozenset(index for index in found if self._masks.may_narrow(index))
 
     def _collected(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
         if around.index == 0:
@@ -138,7 +144,7 @@ class PassRun:
         return self.call.model.form.of(hidden)
 
     def layer(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Run a layer for all that reaches it; see `LayerCallbacks`.
+        """Run a layer for all that reaches it; return what the next layer gets.
 
         While chunks of a prompt arrive, layers behind the first drop return at once.
         """
@@ -330,7 +336,7 @@ class PassRun:
         elif waits or self.call.model.temperatures[index] is not None:
             assert module is not None
             self.pending = keys, values
-            routing.waiting.set((self, index, module))
+            routing.waiting.set((self, index, module, keys))
         return keys, values
 
     def _taken_in(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -341,7 +347,8 @@ class PassRun:
         if self._appends and index not in self._queries.holding_anew:
             keys, values = layer.append(keys, values, self.at.before, self.made.missing)
         else:
-            keys, values = layer.join(keys, values)
+            if layer.contents.held is not None:
+                keys, values = layer.join(keys, values)
             order = self._masks.order
             if order is not None:
                 keys, values = gather_slots(keys, order), gather_slots(values, order)
@@ -363,18 +370,6 @@ class PassRun:
         """Note that a recurrent layer has used the cache, by reading or writing its state."""
         self.updated.add(index)
 
-    def waits_for(self, keys: Tensor, *, own: bool) -> bool:
-        """True if these keys are the ones that `update` gave to the layer that attends now.
-
-        A module with latent attention computes its keys from the tensors it got, one key for each
-        token; see `AttentionCallbacks`.
-        """
-        if self.pending is None:
-            return False
-        given = self.pending[0]
-        alike = (keys.shape[0], keys.shape[-2]) == (given.shape[0], given.shape[-2])
-        return keys is given or (own and alike)
-
     def attend(
         self,
         index: int,
@@ -384,7 +379,7 @@ class PassRun:
         mask: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute a layer's attention and show the policy its queries; see `AttentionCallbacks`.
+        """Compute a layer's attention by its own function, and show the policy its queries.
 
         Raises:
             PassEnded: The queries are all that was needed.
@@ -496,7 +491,7 @@ class PassRun:
                 "update it; gradient checkpointing has to be off"
             )
         if self.later is not None:
-            tokens = self.later.finish(self)
+            tokens = self.later.finish()
             self.propagated |= self.later.propagated
         # Layers behind a stage hold nothing of the prompt before it has ended.
         follow(self.layers[own.start : own.stop] if self._appends else self.layers, tokens)
@@ -504,7 +499,7 @@ class PassRun:
         return tokens
 
     def in_order(self, output: Any) -> Any:
-        """Return the decoder's output with tokens in the order of the input; see `InputOrder`.
+        """Return the decoder's output with tokens in the order of the input.
 
         The hidden states are those of the tokens that reached the end.
         """
@@ -513,7 +508,7 @@ class PassRun:
         if self.stage is not None and not self.stage.is_output and self.later is None:
             output = without_states(output)  # it is not yet known which are passed on
         order = None if self.later is not None else self.made.incoming.order
-        return InputOrder(self.tokens, order, self.propagated, self.call.attended).restored(output)
+        return in_input_order(output, self.tokens, order, self.propagated, self.call.attended)
 
 
 # Is sent the run of every pass that it yields.

@@ -11,14 +11,13 @@ from torch import Tensor
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.chunks import Chunks, Remember
 from kvpolicy.integrations.transformers.forward.decoding.bounded import Bound
-from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV, choose
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
 from kvpolicy.integrations.transformers.forward.pass_run import Passes
 from kvpolicy.integrations.transformers.forward.passes import AtQueries, Pass
 from kvpolicy.integrations.transformers.forward.restart import choosing_pass, chosen_tokens
 from kvpolicy.integrations.transformers.forward.second_reading import SecondReading
-from kvpolicy.integrations.transformers.forward.selecting import Select
+from kvpolicy.integrations.transformers.forward.selecting import DeferredKV, Select, choose
 from kvpolicy.integrations.transformers.forward.staging import StagedPrefill
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 

@@ -23,6 +23,8 @@ class ReachingTokens:
     Args:
         incoming: The tokens of the pass, and those seen before.
         padded: Whether any column of the context may be padding.
+        counts_held: Whether layers hold the tokens that are recorded. Layers of stages may hold
+            others.
 
     Attributes:
         valid: ``[batch, new_len]`` bool, the tokens that reach the layer, False on padding.
@@ -35,7 +37,8 @@ class ReachingTokens:
         beside: What the previous layer returned beside hidden states, for the tokens it passed on.
     """
 
-    def __init__(self, incoming: Incoming, *, padded: bool) -> None:
+    def __init__(self, incoming: Incoming, *, padded: bool, counts_held: bool) -> None:
+        self.counts_held = counts_held
         self._before = incoming.tokens
         self.valid = incoming.new_valid
         positions = incoming.positions
@@ -157,6 +160,8 @@ class ReachingTokens:
         See ``held_len`` of `LayerContext`.
         """
         contents = layer.contents
+        if not self.counts_held:
+            return None
         if contents.held is None:
             return self.lengths
         if contents.counts is None:

@@ -6,8 +6,6 @@ chunks; see `LaterLayers`.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-
 import attrs
 import torch
 from torch import Tensor
@@ -15,7 +13,6 @@ from torch import Tensor
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.chunks import Chunks, Remember
-from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.inputs import OF_TOKENS, Incoming
 from kvpolicy.integrations.transformers.forward.later_layers import (
@@ -29,18 +26,17 @@ from kvpolicy.integrations.transformers.forward.narrowing import few_go_on
 from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
 from kvpolicy.integrations.transformers.forward.passes import Pass
 from kvpolicy.integrations.transformers.forward.restart import check_positions
-from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens, Select
+from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens, DeferredKV, Select
 from kvpolicy.integrations.transformers.forward.stage import (
     NO_LAYERS,
     PrefillStage,
+    StagedPrompt,
     StagePiece,
     stages_of,
 )
-from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
 from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import held_by, hold_again, why_whole
-from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions
 
 
@@ -120,68 +116,61 @@ class StagedPrefill:
             chunks: The chunks before the last.
             waiting: Gets the layers that choose when all layers were scored, by index.
         """
-        assert chunks.staged is not None
         self._check()
-        self._inputs(chunks.staged)
-        made = yield from self._choosing(chunks) if self._restarts else self._dropping(chunks)
-        run = yield made
-        assert isinstance(made.at_queries, Select)
-        waiting |= made.at_queries.waiting
-        if run.later is not None:
-            assert isinstance(run.later, LaterLayers)
-            waiting |= run.later.waiting
-        elif made.at_queries.passed is not None:  # behind the last layer
-            prompt = chunks.staged.begun.positions_of(chunks.prompt_valid(self.incoming.new_valid))
-            layer = chunks.staged.stages[0].last
-            run.propagated[layer] = gather_positions(prompt, made.at_queries.passed)
-
-    def _dropping(self, chunks: Chunks) -> Generator[Pass, PassRun, Pass]:
-        """Return the pass that reads the last chunk up to the first drop, and then what goes on."""
-        yield from ()
-        assert chunks.staged is not None
-        first, *others = chunks.staged.stages
-        piece = StagePiece(first, first.looks, is_output=not others)
-
-        def then(run: PassRun) -> LaterLayers:
-            staged = self.with_chunk(chunks, run).staged
-            assert staged is not None
-            return self._later(run, staged, run.tokens, others, *self._surviving(staged, run))
-
-        return Pass(
-            self.incoming,
-            Select(chunks),
-            stage=piece,
-            features=self.features,
-            main=True,
-            then=then if others else None,
-        )
-
-    def _choosing(self, chunks: Chunks) -> Generator[Pass, PassRun, Pass]:
-        """Yield the pass that chooses tokens to read again; return the pass that reads them."""
         staged = chunks.staged
         assert staged is not None
-        first, stage = staged.stages
-        choosing = Pass(
-            self.incoming,
-            ChooseTokens(first.last, chunks),
-            stage=StagePiece(first),
-            features=self.features,
-            ends_inside=first.last,
-        )
-        run = yield choosing
+        self._inputs(staged)
+        first, *others = staged.stages
+        if self._restarts:
+            run = yield Pass(
+                self.incoming,
+                ChooseTokens(first.last, chunks),
+                stage=StagePiece(first),
+                features=self.features,
+                ends_inside=first.last,
+            )
+            made = self._again(chunks, run)
+        else:
+
+            def then(run: PassRun) -> LaterLayers:
+                own = self.with_chunk(chunks, run).staged
+                assert own is not None
+                later = LaterLayers(run, self.incoming, own, run.tokens, others)
+                return later.begun(run, *self._surviving(own, run))
+
+            made = Pass(
+                self.incoming,
+                Select(chunks),
+                stage=StagePiece(first, first.looks, is_output=not others),
+                features=self.features,
+                main=True,
+                then=then if others else None,
+            )
+        run = yield made
+        select = made.at_queries
+        assert isinstance(select, Select)
+        waiting |= select.waiting
+        if run.later is not None:
+            waiting |= run.later.waiting
+        elif select.passed is not None:  # behind the last layer
+            prompt = staged.begun.positions_of(chunks.prompt_valid(self.incoming.new_valid))
+            run.propagated[first.last] = gather_positions(prompt, select.passed)
+
+    def _again(self, chunks: Chunks, run: PassRun) -> Pass:
+        """Return the pass that reads the tokens chosen by ``run``, before which nothing is held."""
         staged = self.with_chunk(chunks, run).staged
         assert staged is not None
         reach, propagated = self._surviving(staged, run)
         hold_again(self.layers, staged.before)
-        whole = run.tokens
         skipped = torch.cat(staged.valid, dim=1).sum(dim=1) - (reach.columns >= 0).sum(dim=1)
-        before = 0 if whole.skipped is None else whole.skipped
-        whole = attrs.evolve(whole, skipped=before + skipped)
+        before = 0 if run.tokens.skipped is None else run.tokens.skipped
+        whole = attrs.evolve(run.tokens, skipped=before + skipped)
         reach = attrs.evolve(reach, parts=(), places=None, resumed=None, history=None)
         last = incoming_of(self.call, self.incoming, staged, reach, pieces_of(staged, reach)[-1])
 
         def then(run: PassRun) -> LaterLayers:
-            return self._later(run, staged, whole, [stage], reach, propagated)
+            later = LaterLayers(run, self.incoming, staged, whole, staged.stages[1:])
+            return later.begun(run, reach, propagated)
 
         return Pass(
             last,
@@ -204,21 +193,6 @@ class StagedPrefill:
         if valid.shape == reach.columns.shape and torch.equal(valid, reach.columns >= 0):
             return reach, {}
         return reach, {staged.stages[0].last: reach.positions}
-
-    def _later(
-        self,
-        main: PassRun,
-        staged: StagedPrompt,
-        whole: SeenTokens,
-        stages: Sequence[PrefillStage],
-        reach: SurvivingTokens,
-        propagated: dict[int, Tensor],
-    ) -> LaterLayers:
-        features = AddedFeatures.joined(staged.features, staged.valid)
-        how = self.layers, self.incoming, staged, whole, features
-        later = LaterLayers(main, *how, stages, reach)
-        later.propagated |= propagated
-        return later
 
     def _stages(self, prompt_len: int) -> tuple[PrefillStage, ...]:
         model, num_layers = self.call.model, len(self.layers)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.model import flash, unseen
+from kvpolicy.integrations.transformers.model import unseen
 from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.model.finding import (
     check_holds_states,
@@ -277,19 +277,35 @@ class ModelParts:
                 f"{context_len} tokens; layers that see all: {others or 'none'}{nearest}"
             )
         if self.implementation in FLASH:
-            flash.check_policy(
-                policy,
-                self.implementation,
-                acts=bool(acting),
-                windows=any(self.windows),
-                one_choice=self._one_choice,
-            )
+            self._check_flash(policy, acts=bool(acting))
 
-    @property
-    def _one_choice(self) -> bool:
-        """True if no layer can keep different tokens in its heads."""
+    def _check_flash(self, policy: CachePolicy, *, acts: bool) -> None:
+        """Check that no layer will need a mask under flash attention, now or later in an answer.
+
+        Its kernels see the keys of a row in their order, up to the query's own, and count windows
+        in keys. They have no mask for each head, and none that leaves keys out.
+        """
+        selectors = [policy.selector]
+        if policy.decoding is not None:
+            selectors.append(policy.decoding.selector)
         latent = all(isinstance(self.kinds[index], LatentAttention) for index in self.attending)
-        return latent or getattr(self.config, "num_key_value_heads", None) == 1
+        one_choice = latent or getattr(self.config, "num_key_value_heads", None) == 1
+        if acts and any(self.windows):
+            why = (
+                "drops tokens or restarts in a model with sliding windows, which flash attention "
+                "counts in keys: without the dropped tokens, they would reach too far back"
+            )
+        elif any(each.unequal_heads for each in selectors) and not one_choice:
+            why = (
+                "may keep different numbers of tokens in the heads of a layer, for which flash "
+                "attention has no mask"
+            )
+        else:
+            return
+        raise UnsupportedModelError(
+            f"attn_implementation of the model must not be {self.implementation!r} if {policy} "
+            f"{why}; load the model with attn_implementation='sdpa' or 'eager'"
+        )
 
     def _check_gapless(self, policy: CachePolicy) -> None:
         """Check that every layer has plain full attention, as a policy that closes gaps needs.
