@@ -176,11 +176,7 @@ class PolicyCache(DispatchedCache):
             self._reader.abandon_forward()
 
     def _check_thread(self) -> None:
-        """Check that the cache is not attached in another thread.
-
-        Raises:
-            CacheInUseError: Another thread has attached the cache.
-        """
+        """Check that the cache is not attached in another thread."""
         if self.is_attached and self._thread is not threading.current_thread():
             raise CacheInUseError.by(self._thread)
 

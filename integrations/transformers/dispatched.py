@@ -21,10 +21,6 @@ def _noting(name: str, place: int) -> Callable[..., Any]:
 
     The model may write into a state that it gets. Without a model attached, the method raises a
     `NotAttachedError`.
-
-    Args:
-        name: The method of `Cache`.
-        place: Where the layer's index stands among its arguments.
     """
 
     def method(self: DispatchedCache, *args: Any, **kwargs: Any) -> Any:
@@ -50,12 +46,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         self.layers: list[PolicyLayer] = reader.layers
 
     def _run(self) -> PassRun:
-        """Return the run of the decoder that is in progress.
-
-        Raises:
-            NotAttachedError: There is none, since the cache is not attached to the model that
-                calls.
-        """
+        """Return the run of the decoder that is in progress."""
         run = self._reader.run
         if run is None:
             raise NotAttachedError(
@@ -68,11 +59,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values; return all keys and values its attention must see.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
+        """Add a layer's new keys and values; return all keys and values its attention must see."""
         lent = self._reader.answer.cache
         if lent is not None:
             keys, values = lent.update(key_states, value_states, layer_idx)
@@ -86,9 +73,6 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         Args:
             indexer_key_states: ``[batch, new_len, index_dim]``.
             layer_idx: Index of the layer.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
         """
         return self._run().update_index(layer_idx, indexer_key_states)
 
@@ -98,9 +82,6 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         """True if a recurrent layer has read any token.
 
         None for ``layer_idx`` asks about the last layer with a state.
-
-        Raises:
-            NotAttachedError: ``layer_idx`` is given, and the cache is not attached to its model.
         """
         if layer_idx is not None and self._reader.tokens is not None:
             # With Transformers 5.17 a model then takes the state from the layer and writes to it.
@@ -117,9 +98,6 @@ class DispatchedCache(Cache):  # type: ignore[misc]
 
         Some models define caches of their own with this method and `set_linear_cache`, and replace
         the state whole.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
         """
         self._run().note_state(layer_idx)
         layer = self.layers[layer_idx].recurrent
@@ -128,11 +106,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         return state
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Store a layer's recurrent state after the current tokens.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
+        """Store a layer's recurrent state after the current tokens."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     @property

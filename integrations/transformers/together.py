@@ -288,13 +288,7 @@ class _Follower:
         self.select.observe(self.run.at, index, inputs, stored)
 
     def layer(self, around: AroundLayer, kwargs: dict[str, Any], leading: Any) -> None:
-        """Run a layer for the policy's own tokens, if it has dropped some.
-
-        Args:
-            around: The layer.
-            kwargs: Its other arguments, by name, for all tokens.
-            leading: The output of the layer for all tokens.
-        """
+        """Run a layer for the policy's own tokens, if it has dropped some."""
         if around.index == self.drop:
             self.output = self.run.cut_output(around.index, leading)
         elif not self.follows(around.index):

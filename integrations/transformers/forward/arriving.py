@@ -47,9 +47,6 @@ class Arriving:
         If a model around the decoder makes the masks, the decoder gets these masks. Padding is then
         read from the mask that the outer model was called with.
 
-        Args:
-            arguments: By name.
-
         Returns:
             What the forward asks for; its tokens; and features to add to hidden states between
             layers, in place of the decoder.
@@ -110,11 +107,7 @@ class Arriving:
             parts.check_rows(policy, len(lengths), longest)
 
     def _check_cuts(self, incoming: Incoming) -> None:
-        """Check that no token of a chunked prompt attends to a token of a later chunk.
-
-        Raises:
-            UnsupportedModelError: A token does.
-        """
+        """Check that no token of a chunked prompt attends to a token of a later chunk."""
         seen = incoming.tokens.seen
         begun = seen - (0 if self.now.chunks is None else self.now.chunks.columns)
         valid = torch.cat([incoming.tokens.valid, incoming.columns], dim=1)
@@ -126,12 +119,7 @@ class Arriving:
                 raise cuts.refused(column, begun)
 
     def _check_positions_given(self, arguments: dict[str, Any], incoming: Incoming) -> None:
-        """Check that position ids are given if the model does not count from 0 and needs them.
-
-        Raises:
-            UnsupportedModelError: They are not; the cache cannot know the number from which the
-                model counts.
-        """
+        """Check that position ids are given if the model does not count from 0 and needs them."""
         needed = incoming.arguments.get("position_ids") is not None
         drops_later = self.starts and self.model.acting and self._in_chunks
         restarts = (self.starts and self.model.restarts) or drops_later
@@ -144,11 +132,7 @@ class Arriving:
             )
 
     def check_cache_is_used(self, arguments: dict[str, Any]) -> None:
-        """Check that neither the call nor the model's configuration turns the cache off.
-
-        Raises:
-            UnsupportedGenerationError: ``use_cache`` is False.
-        """
+        """Check that neither the call nor the model's configuration turns the cache off."""
         asked, config = arguments.get("use_cache"), self.model.parts.config
         name = "use_cache" if asked is not None else "use_cache of the model's config"
         if (getattr(config, "use_cache", None) if asked is None else asked) is False:
@@ -159,10 +143,6 @@ class Arriving:
 
 def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
     """Check that recurrent layers can continue from their states with a forward's tokens.
-
-    Args:
-        incoming: The forward's tokens and those seen before.
-        several: Whether the model's layers can continue from a state with more than one token.
 
     Raises:
         UnsupportedModelError: A row has padding behind its tokens, tokens read before have become

@@ -82,17 +82,7 @@ class LayerAttention:
     def arguments(
         self, index: int, layer: PolicyLayer, hidden: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the arguments to call a layer with, for only the tokens that reach it.
-
-        Args:
-            index: Index of the layer.
-            layer: The layer in the cache.
-            hidden: Its input.
-            kwargs: Its other arguments, by name, as made for all tokens of the pass.
-
-        Raises:
-            UnsupportedModelError: See `LayerMasks.arguments` and `check_states_skip_nothing`.
-        """
+        """Return the arguments to call a layer with, for only the tokens that reach it."""
         if layer.producer is not None:
             return self._for_borrower(index, layer.producer, hidden, kwargs)
         if layer.recurrent is None:
@@ -195,11 +185,7 @@ class LayerAttention:
         return {**kwargs, **own, "attention_mask": valid}
 
     def _padding(self, hidden: Tensor) -> Tensor | None:
-        """Return the mask ``[batch, len]`` of a recurrent layer's tokens; None without padding.
-
-        Raises:
-            UnsupportedModelError: See `check_states_skip_nothing`.
-        """
+        """Return the mask ``[batch, len]`` of a recurrent layer's tokens; None without padding."""
         valid = self._reach.valid
         if not self._reach.padded:
             return None
@@ -219,9 +205,6 @@ class LayerAttention:
         """Return the input columns to report to an attention module that asks for them.
 
         None means that the columns held are right, before anything was dropped or evicted.
-
-        Raises:
-            UnsupportedModelError: Attention may not count columns in this pass.
         """
         made, at, reach = self._made, self._at, self._reach
         if self.inside != index:
@@ -254,16 +237,7 @@ class LayerAttention:
         given: tuple[Tensor, Tensor],
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute a layer's attention, by the module's own function or by an equal, faster way.
-
-        Args:
-            attend: The attention function of the module.
-            module: The module.
-            inputs: The queries, keys and values that the module gives its function.
-            mask: The mask that the module gives its function.
-            given: The keys and values that the cache handed out to the layer.
-            kwargs: The further arguments that the module gives its function.
-        """
+        """Compute a layer's attention, by the module's own function or by an equal, faster way."""
         query, key, value = inputs.queries, inputs.keys, inputs.values
         if self.narrowed is not None:
             return self.narrowed.attend(attend, module, query, **kwargs), None
@@ -308,9 +282,6 @@ def check_states_skip_nothing(valid: Tensor, started: Tensor) -> None:
     Args:
         valid: bool ``[batch, reaching_len]``, the tokens that reach the layer, False on padding.
         started: bool ``[batch]``, rows in which tokens were read before this forward.
-
-    Raises:
-        UnsupportedModelError: They would.
     """
     between = started.to(valid.device) & ~valid.all(dim=1)
     if bool(between.any()):

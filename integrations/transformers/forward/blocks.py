@@ -72,13 +72,7 @@ class LowerRight:
         self._mask: Tensor | None = None
 
     def of(self, query_len: int, key_len: int, query: Tensor) -> Tensor:
-        """Return the causal additive mask ``[query_len, key_len]``, a view of the kept mask.
-
-        Args:
-            query_len: Number of queries, which are the last ones.
-            key_len: Number of keys, at least ``query_len``.
-            query: A tensor with the dtype and device that the mask must have.
-        """
+        """Return the causal additive mask ``[query_len, key_len]``, a view of the kept mask."""
         held = self._mask
         fits = held is not None and held.shape[0] >= query_len and held.shape[1] >= key_len
         if held is None or not fits or (held.dtype, held.device) != (query.dtype, query.device):

@@ -54,11 +54,6 @@ class ChunkWindows:
     def narrow(self, index: int, stored: tuple[Tensor, Tensor], *, one_choice: bool) -> Tensor:
         """Evict the tokens of a layer that its window no longer sees after the chunk.
 
-        Args:
-            index: Index of the layer.
-            stored: The keys and values that the cache handed out to the layer.
-            one_choice: Whether all heads hold the same tokens.
-
         Returns:
             ``[batch, kv_heads or 1, held_len]`` int64, the slots that the layer holds now, -1 on
             padding.

@@ -175,11 +175,7 @@ class ForwardDispatcher:
         self.now = ReadState()
 
     def end_answer(self, *, failed: bool = False) -> None:
-        """Take the keys of an answer back from Transformers' own layers, if they hold them.
-
-        Args:
-            failed: Whether something failed, so that the last token is forgotten.
-        """
+        """Take the keys of an answer back from Transformers' own layers, if they hold them."""
         self.answer.end(failed=failed)
 
     def take_tokens(self, tokens: SeenTokens) -> None:
@@ -197,10 +193,6 @@ class ForwardDispatcher:
             prompt_len: Columns of the turn's prompt, if it is read in several forwards (chunked
                 prefill): the policy then acts once, at the end of the prompt. None: the prompt is
                 read in one forward.
-
-        Raises:
-            TypeError: ``prompt_len`` is not an int.
-            ValueError: ``prompt_len`` is below 1.
         """
         if prompt_len is not None:
             check_count("prompt_len", prompt_len, minimum=1)
@@ -252,11 +244,7 @@ class ForwardDispatcher:
     # Calls of the model, which run the decoder and then a head.
 
     def begin_call(self, keep_last: int | None) -> None:
-        """Begin a call of the model, which runs the decoder and then a head.
-
-        Args:
-            keep_last: Number of last tokens whose outputs the call asks for; None for all.
-        """
+        """Begin a call of the model, which runs the decoder and then a head."""
         self._take_thread()
         self.abandon_forward()  # torch does not report Ctrl-C to hooks
         self._outer, self._before_call = OuterCall(keep_last), self.recorded()
@@ -266,11 +254,7 @@ class ForwardDispatcher:
         self._outer.note(arguments, kinds)
 
     def end_call(self, *, failed: bool) -> None:
-        """Finish a call of the model; if it failed, undo it and the decoder's forward.
-
-        Raises:
-            UnsupportedModelError: The model did not give its decoder the cache.
-        """
+        """Finish a call of the model; if it failed, undo it and the decoder's forward."""
         if self._thread is not threading.current_thread():
             return  # the call was refused
         if failed:
@@ -389,11 +373,7 @@ class ForwardDispatcher:
         return span_with_features(arguments, seen, missing, columns)
 
     def finish_forward(self, output: Any) -> Any:
-        """Finish a forward of the decoder: update the cache, and return the decoder's output.
-
-        Raises:
-            UnsupportedModelError: A layer did not use the cache.
-        """
+        """Finish a forward of the decoder: update the cache, and return the decoder's output."""
         run = self.run
         assert run is not None
         try:

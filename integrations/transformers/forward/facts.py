@@ -103,14 +103,7 @@ class Call:
     def of(
         model: ModelFacts, arguments: dict[str, Any], *, own_masks: bool, keep_last: int | None
     ) -> Call:
-        """Read the settings of a forward from the decoder's arguments.
-
-        Args:
-            model: See the class.
-            arguments: By name.
-            own_masks: See the class.
-            keep_last: See the class.
-        """
+        """Read the settings of a forward from the decoder's arguments."""
         parts, quirks = model.parts, model.quirks
         implementation = parts.implementation
         weights, states = (
@@ -135,12 +128,7 @@ class Call:
 
 
 def keeps_everything(policy: CachePolicy, num_layers: int) -> bool:
-    """True if a policy never evicts and never drops a token of any prompt.
-
-    Args:
-        policy: The policy; its layers may still be open.
-        num_layers: Number of layers of the model.
-    """
+    """True if a policy never evicts and never drops a token of any prompt."""
     selector = policy.selector
     whole = selector.budget is not None and selector.budget.rate == 1
     keeps = whole or declares(selector, "keeps_all")

@@ -35,13 +35,7 @@ class History:
 
     @staticmethod
     def of(policy: CachePolicy, num_layers: int, choosing: Sequence[int]) -> History:
-        """Return the record with which a forward begins, without saliencies.
-
-        Args:
-            policy: The policy.
-            num_layers: Number of layers of the model.
-            choosing: Layers at which the policy chooses.
-        """
+        """Return the record with which a forward begins, without saliencies."""
         longest = policy.history_layers
         layers = policy.remembered_layers(num_layers, choosing) if longest else frozenset[int]()
         return History(layers, longest)

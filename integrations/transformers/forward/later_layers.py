@@ -230,15 +230,7 @@ def pieces_of(staged: StagedPrompt, reach: SurvivingTokens) -> list[slice]:
 def incoming_of(
     call: Call, last: Incoming, staged: StagedPrompt, reach: SurvivingTokens, columns: slice
 ) -> Incoming:
-    """Return a piece of a prompt's surviving tokens as the decoder's input.
-
-    Args:
-        call: What the forward asks for.
-        last: The last chunk of the prompt.
-        staged: All chunks of the prompt.
-        reach: The surviving tokens.
-        columns: Those of the piece.
-    """
+    """Return a piece of a prompt's surviving tokens as the decoder's input."""
     own = reach.columns[:, columns]
     valid = own >= 0
     arguments = dict(last.arguments)

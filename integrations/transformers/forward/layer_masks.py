@@ -162,17 +162,7 @@ class LayerMasks:
         return (self._combined if differ else self._combined[:, :1]) >= 0
 
     def arguments(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments ``kwargs`` of a layer with the mask that fits the layer's keys.
-
-        Args:
-            index: Index of the layer.
-            hidden: Its input, for dtype and device.
-            kwargs: Its other arguments, by name, for the tokens that reach it.
-
-        Raises:
-            UnsupportedModelError: See `Visibility.mask`; or the layer counts its window in columns,
-                and rows have padding between their tokens.
-        """
+        """Return the arguments ``kwargs`` of a layer with the mask that fits the layer's keys."""
         self.enter(self._layers[index])
         self.blocks = None
         spares = self._spares or kwargs.get("attention_mask") is not None
@@ -221,15 +211,7 @@ class LayerMasks:
         return self._own[id(mask)][1]
 
     def check_order(self, kwargs: dict[str, Any], *, in_chunks: bool) -> None:
-        """Check that a prompt whose tokens all see each other comes whole and without padding.
-
-        Args:
-            kwargs: The arguments of its first layer, by name.
-            in_chunks: Whether more chunks of the prompt follow.
-
-        Raises:
-            UnsupportedModelError: It does not.
-        """
+        """Check that a prompt whose tokens all see each other comes whole and without padding."""
         if not self.sees_all:
             return
         if in_chunks and kwargs.get("attention_mask") is None:
@@ -272,12 +254,6 @@ class LayerMasks:
         self, index: int, hidden: Tensor, own: Spans | None = None, *, blocks: bool = False
     ) -> Mask:
         """Make the attention mask that fits the keys that a layer holds; None if it needs none.
-
-        Args:
-            index: Index of the layer.
-            hidden: A tensor of the layer, for dtype and device.
-            own: See `own`.
-            blocks: Whether the layer may attend in `blocks`, which make their own masks.
 
         Returns:
             See `Visibility.mask`; None if no mask is needed.

@@ -69,11 +69,7 @@ class LayerProbe:
 
     @staticmethod
     def of(parts: ModelParts, policy: CachePolicy) -> LayerProbe | None:
-        """Make the finder if the policy reads rotary embeddings or projections; else None.
-
-        Raises:
-            UnsupportedModelError: No layer of the model can give what is needed.
-        """
+        """Make the finder if the policy reads rotary embeddings or projections; else None."""
         later = policy.decoding
         rotary = policy.needs_rotary or (later is not None and later.needs_rotary)
         rotary = rotary or policy.gapless
@@ -92,11 +88,7 @@ class LayerProbe:
         return asked
 
     def check_places(self, tokens: SeenTokens) -> None:
-        """Check that the rotary positions of the tokens read earlier are known.
-
-        Raises:
-            UnsupportedModelError: They are not.
-        """
+        """Check that the rotary positions of the tokens read earlier are known."""
         skipped = tokens.skipped
         if not self.rotary or skipped is None or not bool(skipped.any()):
             return
@@ -117,18 +109,7 @@ class LayerProbe:
         gapless: Gapless | None,
         implementation: str,
     ) -> None:
-        """Prepare a layer that is about to run on a few tokens, and call `find` for it.
-
-        Args:
-            around: The model's layer.
-            layer: The layer in the cache.
-            hidden: Its input.
-            kwargs: Its other arguments, by name.
-            reach: The tokens that reach it.
-            before: The tokens seen before the pass.
-            gapless: Where tokens are read after a restart; None without one.
-            implementation: The model's attention implementation.
-        """
+        """Prepare a layer that is about to run on a few tokens, and call `find` for it."""
         axis = reach.token_axis(hidden)
         length = hidden.shape[axis]
         last = torch.arange(max(length - 2, 0), length, device=reach.valid.device)
@@ -175,10 +156,6 @@ class LayerProbe:
             places: ``[batch, new_len]`` int64, the positions at which the forward's tokens are
                 read.
             valid: ``[batch, new_len]`` bool, False on padding.
-
-        Raises:
-            UnsupportedModelError: The layer cannot give what is needed.
-            ValueError: The layer's queries or keys are not finite numbers.
         """
         if self.rotary:
             layer.facts.turns = self._turns(layer, entering, places, valid)

@@ -87,12 +87,7 @@ class LentAnswer:
         return fixed and self.may_be_static
 
     def look(self, run: PassRun, given: dict[str, Any]) -> None:
-        """Find out from an answer's first token whether the next ones need hooks.
-
-        Args:
-            run: The pass of a forward, which has ended.
-            given: The arguments with which the model called its decoder, by name.
-        """
+        """Find out from an answer's first token whether the next ones need hooks."""
         if (
             self.most is not None
             and run.made.at_queries.keys is KeyUse.APPEND
@@ -142,9 +137,6 @@ class LentAnswer:
         Returns:
             For a prompt, the same mask. For a decoded token, a placeholder ``[1, 1, 1, 1]``, since
             every layer has a mask of its own.
-
-        Raises:
-            ValueError: The mask does not fit the tokens seen and one more.
         """
         reader = self._of
         if reader.acts_next:
@@ -197,13 +189,7 @@ class LentAnswer:
         return 0 if self.cache is None else self._lent[index].length - self._lent[index].start
 
     def mask_sizes(self, query_len: int, index: int, seen: int) -> tuple[int, int] | None:
-        """Return the key length and key offset of a layer's next mask; None between answers.
-
-        Args:
-            query_len: Number of the new tokens.
-            index: Index of the layer.
-            seen: Number of columns seen.
-        """
+        """Return the key length and key offset of a layer's next mask; None between answers."""
         if self.cache is None or self.static is not None:
             return None
         kept = self._lent[index].length
@@ -213,12 +199,6 @@ class LentAnswer:
         """Update the layers and the record of seen tokens by the tokens written since.
 
         A token that not every layer has written yet does not count.
-
-        Args:
-            drops_last: Whether the last token does not count either.
-
-        Raises:
-            CacheInUseError: Another thread decodes, and may be writing.
         """
         reader = self._of
         if self.cache is None:
@@ -281,13 +261,7 @@ class LentAnswer:
 
 
 def needs_no_hooks(run: PassRun, given: dict[str, Any], most: int) -> bool:
-    """True if the tokens after this decoded token can be read without hooks on the model.
-
-    Args:
-        run: The pass that has read the token.
-        given: The arguments with which the model called its decoder, by name.
-        most: The largest number of tokens to come.
-    """
+    """True if the tokens after this decoded token can be read without hooks on the model."""
     call, at, made = run.call, run.at, run.made
     model, end = call.model, at.before.seen + most
     return (
@@ -315,12 +289,7 @@ def _grows_alone(index: int, layer: PolicyLayer, attention: LayerAttention) -> b
 
 
 def moved_positions(arguments: dict[str, Any], tokens: SeenTokens) -> dict[str, Any]:
-    """Return a decoder's arguments with positions that do not count tokens left out by a restart.
-
-    Args:
-        arguments: By name.
-        tokens: The tokens seen before.
-    """
+    """Return a decoder's arguments with positions that skip the tokens left out by a restart."""
     given = arguments.get("position_ids")
     if tokens.skipped is None or given is None:
         return arguments

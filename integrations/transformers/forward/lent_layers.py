@@ -147,11 +147,7 @@ class LentHeads(Lent):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the attention of one new token per row; see the class for other calls.
-
-        Raises:
-            UnsupportedGenerationError: There are several tokens.
-        """
+        """Compute the attention of one new token per row; see the class for other calls."""
         if key is not self.given:
             return self._own_function(module, query, key, *rest, **kwargs)
         if query.shape[2] != 1:

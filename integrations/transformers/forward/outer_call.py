@@ -33,12 +33,7 @@ class OuterCall:
     _noted: bool = False
 
     def note(self, arguments: Mapping[str, Any], kinds: Tensor | None) -> None:
-        """Remember the arguments of a module that calls the decoder, such as the model itself.
-
-        Args:
-            arguments: By name.
-            kinds: See the class.
-        """
+        """Remember the arguments of a module that calls the decoder, such as the model itself."""
         mask = arguments.get("attention_mask")
         self.ids = arguments.get("input_ids", self.ids)
         self.kinds = self.kinds if kinds is None else kinds

@@ -379,11 +379,7 @@ class PassRun:
         mask: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute a layer's attention by its own function, and show the policy its queries.
-
-        Raises:
-            PassEnded: The queries are all that was needed.
-        """
+        """Compute a layer's attention by its own function, and show the policy its queries."""
         if index in self.alone:
             read = inputs.queries, inputs.keys, inputs.values
             output = attend(module, *read, mask, **kwargs)
@@ -416,12 +412,7 @@ class PassRun:
     # After a layer, and after the last.
 
     def _left(self, index: int, output: Any) -> Any:
-        """Return a layer's output, cut to the tokens that the next layer gets.
-
-        Raises:
-            UnsupportedModelError: In a stage, the layer returns another tensor with an entry for
-                each token.
-        """
+        """Return a layer's output, cut to the tokens that the next layer gets."""
         hidden, *others = output if isinstance(output, tuple) else (output,)
         if self.stage is not None and others:
             self._check_others(index, hidden, others)
@@ -472,12 +463,7 @@ class PassRun:
         self.propagated[index] = self._reach.positions
 
     def finish(self) -> SeenTokens:
-        """Check that every layer used the cache; return the new record of seen tokens.
-
-        Raises:
-            UnsupportedModelError: A layer did not use the cache, as with gradient checkpointing.
-            ValueError: See `AtQueries.finish`.
-        """
+        """Check that every layer used the cache; return the new record of seen tokens."""
         stage, everything = self.stage, range(len(self.layers))
         own = everything if stage is None else stage.stage.layers
         tokens = self._queries.finish(self.at) if own else self.tokens

@@ -28,14 +28,6 @@ def choosing_pass(model: ModelFacts, incoming: Incoming, features: AddedFeatures
 
     It ends inside the filter layer, once the queries and keys of that layer are known. The layer's
     attention and MLP are not computed, and no later layer is.
-
-    Args:
-        model: The model, and a policy whose propagation restarts.
-        incoming: The forward's tokens and those seen before.
-        features: Features to add to hidden states between layers.
-
-    Raises:
-        ValueError: See `check_positions`.
     """
     check_positions(model.policy, incoming)
     (layer,) = model.acting
@@ -95,9 +87,6 @@ def check_positions(policy: CachePolicy, incoming: Incoming) -> None:
     """Check that position ids given by the caller count each row's own tokens from 0.
 
     Only such positions can be continued by a second pass, or by a policy that closes gaps.
-
-    Raises:
-        ValueError: They do not.
     """
     given = incoming.arguments.get("position_ids")
     if given is None:

@@ -132,14 +132,7 @@ class SecondReading:
         return self.policy.rereading
 
     def passes(self, found: dict[int, Tensor]) -> Generator[Pass, object, None]:
-        """Yield one pass of the decoder for each chunk of the prompt that is read again.
-
-        Args:
-            found: See `ScoreChunk`.
-
-        Raises:
-            UnsupportedModelError: The model has no positions for the repeated tokens.
-        """
+        """Yield one pass of the decoder for each chunk of the prompt that is read again."""
         layers = list(self.layers)
         for index, each in self.waiting.items():
             layers[index] = _holding(each, self.layers[index], self.tokens)
@@ -228,15 +221,7 @@ def _holding(waiting: DeferredKV, layer: PolicyLayer, tokens: SeenTokens) -> Pol
 
 
 def check_layers(policy: CachePolicy, layers: list[PolicyLayer]) -> None:
-    """Check that all layers of a model can wait to choose until every layer is scored.
-
-    Args:
-        policy: A policy that `decides_later`.
-        layers: The layers of the cache.
-
-    Raises:
-        UnsupportedModelError: A layer cannot.
-    """
+    """Check that all layers of a model can wait to choose until every layer is scored."""
     again = policy.rereading is not None
     unlike = [
         index
@@ -259,11 +244,7 @@ def check_layers(policy: CachePolicy, layers: list[PolicyLayer]) -> None:
 
 
 def check_tokens(policy: CachePolicy, incoming: Incoming) -> None:
-    """Check that a prompt can be read again from its token ids: known, and without images.
-
-    Raises:
-        UnsupportedGenerationError: Its ids are unknown, or it has images.
-    """
+    """Check that a prompt can be read again from its token ids: known, and without images."""
     seen, remedy = incoming.tokens, f"use a policy without the second reading of {policy}"
     known = incoming.ids is not None and not bool(((seen.ids < 0) & seen.valid).any())
     if not known:

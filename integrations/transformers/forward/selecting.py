@@ -297,9 +297,6 @@ class Select(AtEnd):
         """Check the results of the policy's parts, and finish the pass; see `AtQueries.finish`.
 
         Under a ``gapless`` policy later tokens are read directly behind the tokens held.
-
-        Raises:
-            ValueError: See `CachePolicy.decide`, of any layer; and `without_gaps`.
         """
         self._check_numbers(at)
         self.checks.look()
@@ -359,18 +356,7 @@ def passed_slots(passed_on: Tensor | None, context: LayerContext, at: PassState)
 def choose(
     policy: CachePolicy, layers: list[PolicyLayer], waiting: Mapping[int, DeferredKV]
 ) -> None:
-    """Let all deferred layers choose the tokens to keep, and store these.
-
-    Args:
-        policy: The policy.
-        layers: The layers of the cache.
-        waiting: The deferred layers, by index.
-
-    Raises:
-        TypeError: See `CachePolicy.decide_layers`.
-        ShapeError: See `CachePolicy.decide_layers`.
-        ValueError: See `CachePolicy.decide_layers`.
-    """
+    """Let all deferred layers choose the tokens to keep, and store these."""
     order = sorted(waiting)
     found = policy.decide_layers([waiting[index].undecided for index in order])
     for index, chosen in zip(order, found, strict=True):

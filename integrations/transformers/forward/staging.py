@@ -62,11 +62,7 @@ class StagedPrefill:
         return self.call.model.restarts
 
     def begun(self, missing: int) -> Chunks:
-        """Return the record with which a prompt begins, before its first chunk is read.
-
-        Args:
-            missing: Number of columns of the prompt.
-        """
+        """Return the record with which a prompt begins, before its first chunk is read."""
         self._check()
         stages = self._stages(missing)
         before = held_by(self.layers) if self._restarts else ()
@@ -96,12 +92,7 @@ class StagedPrefill:
         )
 
     def with_chunk(self, chunks: Chunks, run: PassRun) -> Chunks:
-        """Return the record of chunks with the current chunk, which ``run`` has read, added.
-
-        Args:
-            chunks: All chunks so far, this one included, but for its part in ``staged``.
-            run: The pass over it.
-        """
+        """Return the record of chunks with the current chunk, which ``run`` has read, added."""
         staged = chunks.staged
         assert staged is not None
         held = None if self._restarts else run.held
@@ -110,12 +101,7 @@ class StagedPrefill:
         return attrs.evolve(chunks, staged=staged)
 
     def end(self, chunks: Chunks, waiting: dict[int, DeferredKV]) -> Passes:
-        """Yield all passes that read the last chunk and so end the prompt.
-
-        Args:
-            chunks: The chunks before the last.
-            waiting: Gets the layers that choose when all layers were scored, by index.
-        """
+        """Yield all passes that read the last chunk and so end the prompt."""
         self._check()
         staged = chunks.staged
         assert staged is not None
@@ -241,13 +227,7 @@ class StagedPrefill:
             )
 
     def _inputs(self, staged: StagedPrompt) -> dict[str, Tensor]:
-        """Return the ids or embeddings of a chunk, and its position ids, as the decoder takes them.
-
-        Raises:
-            ValueError: See `check_positions`.
-            UnsupportedGenerationError: Earlier chunks were ids and this one is embeddings, or the
-                reverse.
-        """
+        """Return a chunk's ids or embeddings, and its position ids, as the decoder takes them."""
         incoming, policy = self.incoming, self.call.model.policy
         if self._restarts:
             check_positions(policy, incoming)

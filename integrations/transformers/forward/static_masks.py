@@ -87,14 +87,6 @@ def static_masks(
     """Make the masks with which the next decoded token sees the slots of every layer.
 
     Layers that hold equal numbers of tokens, without padding, share one mask.
-
-    Args:
-        layers: The layers of the cache.
-        tokens: The tokens seen.
-        windows: Each layer's sliding window; None if it sees all tokens.
-        implementation: The model's attention implementation.
-        capacities: By layer, the number of slots of its buffers.
-        room: The largest number of tokens to come.
     """
     known: dict[Any, StaticMask] = {}
     masks = []

@@ -54,14 +54,7 @@ class StaticSteps:
     def of(
         layers: list[PolicyLayer], tokens: SeenTokens, attachment: Attachment, room: int | None
     ) -> StaticSteps:
-        """Make the buffers and masks, and give the model the hooks for decoding.
-
-        Args:
-            layers: The layers of the cache.
-            tokens: The tokens seen.
-            attachment: The cache's hooks on the model.
-            room: The largest number of tokens to come.
-        """
+        """Make the buffers and masks, and give the model the hooks for decoding."""
         assert room is not None
         parts = attachment.parts
         buffers = [LentBuffers(layer) for layer in layers]
@@ -98,11 +91,7 @@ class StaticSteps:
 def before_decoder(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Hook before the decoder: replace the rotary positions, if a restart has left tokens out.
-
-    Raises:
-        UnsupportedGenerationError: The call does not come from `generate`.
-    """
+    """Hook before the decoder: replace the rotary positions, if a restart has left tokens out."""
     if kwargs is None or (static := _static_of(kwargs)) is None:
         return None
     mask = kwargs.get("attention_mask")

@@ -138,12 +138,7 @@ class Attachment:
         before_decoder: DecoderHook,
         before_layers: Sequence[DecoderHook],
     ) -> None:
-        """Replace all hooks by those for decoding steps that may be compiled.
-
-        Args:
-            before_decoder: The hook before the decoder; it uses the cache that the call carries.
-            before_layers: The hook before each layer, of the same form.
-        """
+        """Replace all hooks by those for decoding steps that may be compiled."""
         self.detach()
         pairs = zip(
             (self.parts.decoder, *self.parts.layers), (before_decoder, *before_layers), strict=True

@@ -129,10 +129,6 @@ class Visibility:
     def mask(self, implementation: str, dtype: torch.dtype) -> Mask:
         """Make the attention mask in the form that the attention implementation needs.
 
-        Args:
-            implementation: One of `IMPLEMENTATIONS`.
-            dtype: Dtype of the layer, for masks that are added to scores.
-
         Returns:
             For sdpa ``[batch, 1 or query_heads, query_len, key_len]`` bool, True where the query
             sees the key; for eager 0 there and the lowest number elsewhere; for flex_attention a

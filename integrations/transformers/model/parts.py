@@ -111,11 +111,7 @@ class ModelParts:
 
     @property
     def implementation(self) -> str:
-        """The name of the model's attention implementation, which may change between forwards.
-
-        Raises:
-            UnsupportedModelError: The form of its masks is not known.
-        """
+        """The name of the model's attention implementation, which may change between forwards."""
         name = str(getattr(self.config, ATTN_IMPLEMENTATION))
         known = IMPLEMENTATIONS if self.shows_queries else DENSE
         if name not in known:
@@ -145,9 +141,6 @@ class ModelParts:
 
     def kinds_of(self, arguments: Mapping[str, Any]) -> Tensor | None:
         """Return the `TokenKind` of each token of a call, such as text or image.
-
-        Args:
-            arguments: Arguments of the model's call, by name.
 
         Returns:
             ``[batch, new_len]`` int8, each a `TokenKind`; None if the model reads text only, or if
@@ -227,11 +220,7 @@ class ModelParts:
         return all(getattr(each, "is_causal", True) for each in own)
 
     def check_padding(self, quirks: ModelQuirks) -> None:
-        """Check that padding does not change how the model reads a row.
-
-        Raises:
-            UnsupportedModelError: Padding changes it.
-        """
+        """Check that padding does not change how the model reads a row."""
         if not quirks.pads or any(kind.blocks for kind in self.kinds):
             raise UnsupportedModelError(
                 f"rows must not be padded with {type(self.model).__name__}, which reads padded "
@@ -239,11 +228,7 @@ class ModelParts:
             )
 
     def check_queries(self, policy: CachePolicy) -> None:
-        """Check that a policy can work without queries if some layer's cannot be observed.
-
-        Raises:
-            UnsupportedModelError: It needs queries.
-        """
+        """Check that a policy can work without queries if some layer's cannot be observed."""
         if not self.shows_queries:
             unseen.check_policy(self.model, policy)
 
@@ -325,10 +310,6 @@ class ModelParts:
 
     def check_logits(self, policy: CachePolicy, keep_last: int | None) -> None:
         """Check that a policy that drops tokens can act when only some logits are asked for.
-
-        Args:
-            policy: A policy that drops tokens.
-            keep_last: Number of last tokens whose logits are asked for; None for all.
 
         Raises:
             UnsupportedModelError: The decoder itself cuts hidden states to the last tokens, without

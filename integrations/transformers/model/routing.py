@@ -64,13 +64,7 @@ class AttentionInputs:
 
 
 def without_queries(query_heads: int, keys: Tensor, values: Tensor) -> AttentionInputs:
-    """Make the inputs of an attention that cannot be observed, with keys and values only.
-
-    Args:
-        query_heads: Number of query heads of the layer, 0 if unknown.
-        keys: See `AttentionInputs`.
-        values: See `AttentionInputs`.
-    """
+    """Make the inputs of an attention that cannot be observed, with keys and values only."""
     batch, kv_heads, _, head_dim = keys.shape
     heads = query_heads if query_heads and query_heads % kv_heads == 0 else kv_heads
     none = keys.new_empty(batch, heads, 0, head_dim)
@@ -105,11 +99,7 @@ class RoutedConfig(StandInConfig):
 
 
 def route(attention: Any) -> None:
-    """Make an attention module call `routed_attention`, until `unroute` undoes it.
-
-    Raises:
-        UnsupportedModelError: The module does not look its function up in `AttentionInterface`.
-    """
+    """Make an attention module call `routed_attention`, until `unroute` undoes it."""
     _functions(type(attention).forward)
     with lock:
         AttentionInterface.register(ROUTED, routed_attention)
@@ -133,11 +123,7 @@ def unroute(attention: Any) -> None:
 
 @contextmanager
 def replaced(attention: Any, function: Attend) -> Iterator[None]:
-    """Let an attention module call ``function`` in this thread, for the length of a `with` block.
-
-    Raises:
-        UnsupportedModelError: See `route`.
-    """
+    """Let an attention module call ``function`` in this thread, in a `with` block."""
     route(attention)
     token = _replacing.set({**_replacing.get(), id(attention): function})
     try:
@@ -148,11 +134,7 @@ def replaced(attention: Any, function: Attend) -> Iterator[None]:
 
 
 def eager_function(attention: Any) -> Attend:
-    """Return the eager attention function that a module falls back to.
-
-    Raises:
-        UnsupportedModelError: The module has none.
-    """
+    """Return the eager attention function that a module falls back to."""
     _, default = _functions(type(attention).forward)
     if default is None:
         raise UnsupportedModelError(

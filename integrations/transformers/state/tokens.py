@@ -89,11 +89,7 @@ class SeenTokens:
         return self.rows_since or (self.appended.shape[1],) * self.batch
 
     def due(self, every: int) -> tuple[int, ...]:
-        """Return the rows in which layers must evict now, while decoding an answer.
-
-        Args:
-            every: Number of tokens of a row between two evictions.
-        """
+        """Return the rows in which layers must evict now, while decoding an answer."""
         return tuple(row for row, count in enumerate(self.since) if count >= every)
 
     @property
@@ -181,11 +177,6 @@ class SeenTokens:
         """Return a copy after the policy has acted, in which no token counts as appended.
 
         The policy has acted on all tokens.
-
-        Args:
-            every: See `due`: the policy has evicted only in the rows that `due` returns. In other
-                rows all tokens count as kept too, but ``rows_since`` still counts them. 0 means all
-                rows.
         """
         since = tuple(0 if count >= every else count for count in self.since)
         return attrs.evolve(
