@@ -22,8 +22,7 @@ from torch.nn.functional import pad
 from kvpolicy.context import LayerContext
 from kvpolicy.declarations import declares
 from kvpolicy.integrations.transformers.forward.chunk_windows import ChunkWindows
-from kvpolicy.integrations.transformers.forward.history import History
-from kvpolicy.integrations.transformers.forward.layer_contexts import InPrompt
+from kvpolicy.integrations.transformers.forward.layer_contexts import History, InPrompt
 from kvpolicy.integrations.transformers.forward.passes import PassState
 from kvpolicy.integrations.transformers.forward.stage import StagedPrompt
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs

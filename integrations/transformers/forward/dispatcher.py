@@ -18,12 +18,11 @@ from kvpolicy.integrations.transformers.forward.added_features import (
     span_with_features,
     without_seen,
 )
-from kvpolicy.integrations.transformers.forward.arriving import Arriving
+from kvpolicy.integrations.transformers.forward.arriving import Arriving, OuterCall
 from kvpolicy.integrations.transformers.forward.chunks import Chunks
 from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts, keeps_everything
 from kvpolicy.integrations.transformers.forward.inputs import inputs_of
 from kvpolicy.integrations.transformers.forward.lent_answer import LentAnswer
-from kvpolicy.integrations.transformers.forward.outer_call import OuterCall
 from kvpolicy.integrations.transformers.forward.output_order import joined_outputs
 from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
 from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassEnded

@@ -17,8 +17,8 @@ from torch import Tensor
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.chunks import Chunks, Remember
 from kvpolicy.integrations.transformers.forward.facts import Call
-from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
+from kvpolicy.integrations.transformers.forward.layer_contexts import History
 from kvpolicy.integrations.transformers.forward.narrowing import Narrowed
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.forward.passes import Pass

@@ -21,8 +21,7 @@ from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
-from kvpolicy.integrations.transformers.forward.layer_arguments import cut_arguments
-from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens
+from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens, cut_arguments
 from kvpolicy.integrations.transformers.model.attachment import AroundLayer
 from kvpolicy.integrations.transformers.model.layer_trial import FAILURES, LayerTrial, near
 from kvpolicy.integrations.transformers.model.masks import causal_mask

@@ -19,7 +19,6 @@ from kvpolicy.integrations.transformers.forward.added_features import AddedFeatu
 from kvpolicy.integrations.transformers.forward.attending import LayerAttention
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.indexers import new_places
-from kvpolicy.integrations.transformers.forward.layer_arguments import cut_alike, cut_arguments
 from kvpolicy.integrations.transformers.forward.narrowing import Narrowed, few_go_on
 from kvpolicy.integrations.transformers.forward.output_order import (
     Filling,
@@ -33,6 +32,7 @@ from kvpolicy.integrations.transformers.forward.passes import (
     PassEnded,
     PassState,
 )
+from kvpolicy.integrations.transformers.forward.reaching import cut_alike, cut_arguments
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import AroundLayer
 from kvpolicy.integrations.transformers.model.masks import FLASH, Spans

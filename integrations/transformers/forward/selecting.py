@@ -27,7 +27,7 @@ from kvpolicy.integrations.transformers.forward.decoding.choosing import (
     WindowSurvivors,
     carried_for,
 )
-from kvpolicy.integrations.transformers.forward.history import History
+from kvpolicy.integrations.transformers.forward.layer_contexts import History
 from kvpolicy.integrations.transformers.forward.passes import KeyUse, PassState
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
