@@ -36,12 +36,13 @@ class AroundLayer:
 
     Attributes:
         forward: Runs the layer.
-        users: The attachments of the caches that are reading.
+        users: The attachments of the caches that are reading. The tuple is replaced, never changed,
+            since other threads go through it.
     """
 
     def __init__(self, index: int, module: nn.Module) -> None:
         self.index, self.module = index, module
-        self.users: list[Attachment] = []
+        self.users: tuple[Attachment, ...] = ()
         self._replaced = vars(module).get("forward")  # such as accelerate's
         self.forward: Callable[..., Any] = module.forward
         vars(module)["forward"] = self
@@ -163,13 +164,13 @@ class Attachment:
             for index, layer in enumerate(self.parts.layers):
                 found = vars(layer).get("forward")
                 around = found if isinstance(found, AroundLayer) else AroundLayer(index, layer)
-                around.users.append(self)
+                around.users = (*around.users, self)
                 self._around.append(around)
 
     def _leave_layers(self) -> None:
         with lock:
             for around in self._around:
-                around.users.remove(self)
+                around.users = tuple([each for each in around.users if each is not self])
                 if not around.users:
                     around.remove()
             self._around = []
