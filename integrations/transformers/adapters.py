@@ -13,14 +13,7 @@ CACHES_OF_THEIR_OWN = ("PREFIX_TUNING", "CARTRIDGE")
 
 
 def check_adapters(model: Any) -> None:
-    """Check that no adapter of a model would replace a `PolicyCache` or overlook it.
-
-    Args:
-        model: A model, or a ``PeftModel`` around one.
-
-    Raises:
-        UnsupportedModelError: An adapter would.
-    """
+    """Check that no adapter of a model would replace a `PolicyCache` or overlook it."""
     # While a `PeftModel` generates, the model inside asks it to prepare the inputs.
     prepares = vars(model).get("prepare_inputs_for_generation")
     for each in (model, getattr(prepares, "__self__", None)):

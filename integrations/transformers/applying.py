@@ -189,12 +189,7 @@ def applied_to(model: nn.Module) -> AppliedPolicy | None:
 
 
 def _generating(model: Any) -> nn.Module:
-    """Return the model whose `generate` runs, given this model or one that wraps it.
-
-    Raises:
-        TypeError: ``model`` is not a torch module.
-        UnsupportedModelError: Its `generate` is not the one of Transformers.
-    """
+    """Return the model whose `generate` runs, given this model or one that wraps it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     base = getattr(model, "get_base_model", None)  # of PEFT, whose generate calls the base model's

@@ -164,7 +164,7 @@ class PolicyCache(DispatchedCache):
         check_bounded(self._reader)
         if placed.decides_later:
             check_layers(placed, self.layers)
-        self._reader.facts = ModelFacts.of(parts, placed, verdict.quirks)
+        self._reader.facts = ModelFacts(parts, placed, verdict.quirks)
         self._reader.attachment = Attachment(self, self._reader, parts)
         self._thread = threading.current_thread()
         try:
@@ -176,11 +176,7 @@ class PolicyCache(DispatchedCache):
             self._reader.abandon_forward()
 
     def _check_thread(self) -> None:
-        """Check that the cache is not attached in another thread.
-
-        Raises:
-            CacheInUseError: Another thread has attached the cache.
-        """
+        """Check that the cache is not attached in another thread."""
         if self.is_attached and self._thread is not threading.current_thread():
             raise CacheInUseError.by(self._thread)
 
@@ -208,7 +204,7 @@ class PolicyCache(DispatchedCache):
     def _to_save(self) -> SavedCache:
         """Return what `save` writes; not for users."""
         reader = copy.copy(self._reader)  # the copy undoes a forward that is under way
-        if reader.tokens is None or reader.chunks is not None:
+        if reader.tokens is None or reader.now.chunks is not None:
             raise ValueError("cache must have read a prompt to be saved, got one that has not")
         return SavedCache(
             policy=describe(self.policy),
@@ -376,7 +372,7 @@ class PolicyCache(DispatchedCache):
         self._reader.abandon_forward()
         if tokens_to_remove:
             self._reader.end_answer()
-        if tokens_to_remove and self._reader.chunks is not None:
+        if tokens_to_remove and self._reader.now.chunks is not None:
             raise ValueError("tokens_to_remove must be 0 while a prompt is read in chunks")
         count = -tokens_to_remove
         appended = 0 if self._reader.tokens is None else self._reader.tokens.appended.shape[1]
@@ -427,7 +423,7 @@ class PolicyCache(DispatchedCache):
         self._reader.abandon_forward()
         if self._reader.tokens is None:
             return
-        if self._reader.chunks is not None:
+        if self._reader.now.chunks is not None:
             raise ValueError("rows must not change while a prompt is read in chunks")
         if bool(((rows < 0) | (rows >= self._reader.tokens.batch)).any()):
             raise ValueError(

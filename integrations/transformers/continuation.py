@@ -70,11 +70,7 @@ class Given:
         return self.mask if isinstance(self.mask, Tensor) and self.mask.ndim == 2 else None
 
     def check_continues(self, seen: SeenTokens | None) -> None:
-        """Check that the inputs contain new tokens after those that the cache has read.
-
-        Raises:
-            ValueError: They do not, or they are the new embeddings only.
-        """
+        """Check that the inputs contain new tokens after those that the cache has read."""
         read = self.ids if self.embeds is None else self.embeds
         length = self.context_len
         if seen is None or read is None or length is None:

@@ -334,12 +334,7 @@ class Conversation:
 
 
 def _text_part(name: str, text: object) -> dict[str, Any]:
-    """Return a text as one part of a message's content.
-
-    Raises:
-        TypeError: ``text`` is not a str.
-        ValueError: ``text`` is blank.
-    """
+    """Return a text as one part of a message's content."""
     check_kind(name, text, str)
     assert isinstance(text, str)
     if not text.strip():

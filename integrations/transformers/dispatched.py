@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,21 @@ from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.forward.static_steps import StaticSteps
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.surface import CACHE
+
+
+def _noting(name: str, place: int) -> Callable[..., Any]:
+    """Make a method of a cache that reads or writes a layer's state, and notes that it was used.
+
+    The model may write into a state that it gets. Without a model attached, the method raises a
+    `NotAttachedError`.
+    """
+
+    def method(self: DispatchedCache, *args: Any, **kwargs: Any) -> Any:
+        index = kwargs["layer_idx"] if "layer_idx" in kwargs else args[place]
+        self._run().note_state(index)
+        return getattr(super(DispatchedCache, self), name)(*args, **kwargs)
+
+    return method
 
 
 class DispatchedCache(Cache):  # type: ignore[misc]
@@ -30,12 +46,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         self.layers: list[PolicyLayer] = reader.layers
 
     def _run(self) -> PassRun:
-        """Return the run of the decoder that is in progress.
-
-        Raises:
-            NotAttachedError: There is none, since the cache is not attached to the model that
-                calls.
-        """
+        """Return the run of the decoder that is in progress."""
         run = self._reader.run
         if run is None:
             raise NotAttachedError(
@@ -48,11 +59,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values; return all keys and values its attention must see.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
+        """Add a layer's new keys and values; return all keys and values its attention must see."""
         lent = self._reader.answer.cache
         if lent is not None:
             keys, values = lent.update(key_states, value_states, layer_idx)
@@ -66,9 +73,6 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         Args:
             indexer_key_states: ``[batch, new_len, index_dim]``.
             layer_idx: Index of the layer.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
         """
         return self._run().update_index(layer_idx, indexer_key_states)
 
@@ -78,73 +82,22 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         """True if a recurrent layer has read any token.
 
         None for ``layer_idx`` asks about the last layer with a state.
-
-        Raises:
-            NotAttachedError: ``layer_idx`` is given, and the cache is not attached to its model.
         """
         if layer_idx is not None and self._reader.tokens is not None:
             # With Transformers 5.17 a model then takes the state from the layer and writes to it.
             self._run().note_state(layer_idx)
         return bool(super().has_previous_state(layer_idx, state_idx))
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the state of a layer's convolution; None before any token is read.
-
-        The model may write into it.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        self._run().note_state(layer_idx)
-        state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
-        return state
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the recurrent state of a layer; None before any token is read.
-
-        The model may write into it.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        self._run().note_state(layer_idx)
-        state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
-        return state
-
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """Add new inputs to the state of a layer's convolution; return earlier and new inputs.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        self._run().note_state(layer_idx)
-        state: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-        return state
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """Store a layer's recurrent state after the current tokens.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        self._run().note_state(layer_idx)
-        state: Tensor = super().update_recurrent_state(
-            recurrent_states, layer_idx, state_idx, **kwargs
-        )
-        return state
+    get_conv_state = _noting("get_conv_state", 0)
+    get_recurrent_state = _noting("get_recurrent_state", 0)
+    update_conv_state = _noting("update_conv_state", 1)
+    update_recurrent_state = _noting("update_recurrent_state", 1)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """Return the recurrent state of a layer; None before any token is read.
 
         Some models define caches of their own with this method and `set_linear_cache`, and replace
         the state whole.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
         """
         self._run().note_state(layer_idx)
         layer = self.layers[layer_idx].recurrent
@@ -153,11 +106,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         return state
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Store a layer's recurrent state after the current tokens.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
+        """Store a layer's recurrent state after the current tokens."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     @property

@@ -203,15 +203,7 @@ def prompt_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
 
 
 def check_options(generation: Mapping[str, Any], made_of: str) -> None:
-    """Check that arguments for `generate` name neither its inputs nor its cache.
-
-    Args:
-        generation: The arguments.
-        made_of: What inputs and cache are made of, for the message.
-
-    Raises:
-        ValueError: One of them is named.
-    """
+    """Check that arguments for `generate` name neither its inputs nor its cache."""
     for name in sorted(OWN_ARGUMENTS & generation.keys()):
         raise ValueError(
             f"generation must not contain {name}, which is made from {made_of}, got "
@@ -229,10 +221,6 @@ def beams_of(model: Any, generation: Mapping[str, Any]) -> int:
     """Return how many rows `generate` makes for each prompt: the number of beams.
 
     A cache that has been filled must have as many rows for each prompt.
-
-    Args:
-        model: The model.
-        generation: The arguments of `generate`.
 
     Raises:
         TypeError: The number of beams is not an int.
@@ -274,11 +262,6 @@ def left_padded(
     rows: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Make a batch of token ids and its mask from rows, padded on the left.
-
-    Args:
-        rows: The ids, each row at least one.
-        pad: The id of padding.
-        device: The device of the returned tensors.
 
     Returns:
         Ids and attention mask ``[batch, len]`` int64, padded on the left.

@@ -23,10 +23,6 @@ def fit(reader: ForwardDispatcher, parts: ModelParts, loaded_for: ModelFingerpri
         reader: The dispatcher of the cache.
         parts: The model.
         loaded_for: The model that filled a cache which was loaded from a file; None for others.
-
-    Raises:
-        ValueError: Another model has filled the cache.
-        UnsupportedModelError: The model attends by flash attention, which cannot read the cache.
     """
     if reader.tokens is None:
         room = reserved_slots(reader.policy, reader.max_new_tokens)
@@ -51,12 +47,7 @@ def fit(reader: ForwardDispatcher, parts: ModelParts, loaded_for: ModelFingerpri
 
 
 def reserved_slots(policy: CachePolicy, longest: int | None) -> int:
-    """Return how many slots each layer reserves for the tokens of an answer.
-
-    Args:
-        policy: The policy of the cache.
-        longest: Number of tokens of the longest answer; None if unknown.
-    """
+    """Return how many slots each layer reserves for the tokens of an answer."""
     if policy.decoding is None:
         return longest or 0
     every = policy.decoding.every
@@ -64,11 +55,7 @@ def reserved_slots(policy: CachePolicy, longest: int | None) -> int:
 
 
 def check_room(reader: ForwardDispatcher, parts: ModelParts, longest: int | None) -> None:
-    """Check that a cache reserves memory for no more tokens than a model has positions.
-
-    Raises:
-        ValueError: It reserves memory for more.
-    """
+    """Check that a cache reserves memory for no more tokens than a model has positions."""
     most, room = parts.max_positions, reserved_slots(reader.policy, longest)
     if most is None or room <= most:
         return
@@ -86,12 +73,7 @@ def check_room(reader: ForwardDispatcher, parts: ModelParts, longest: int | None
 
 
 def check_bounded(reader: ForwardDispatcher) -> None:
-    """Check that every layer can evict by the policy's rule while an answer is decoded.
-
-    Raises:
-        UnsupportedModelError: The policy's decoding rule needs queries, and a layer's attention
-            shows none.
-    """
+    """Check that every layer can evict by the policy's rule while an answer is decoded."""
     if reader.policy.decoding is None:
         return
     blind = [i for i, layer in enumerate(reader.layers) if not layer.facts.shows_queries]
@@ -107,9 +89,6 @@ def _check_flash(reader: ForwardDispatcher, parts: ModelParts) -> None:
     """Check that flash attention can attend to what a cache holds, without a mask.
 
     Under another attention implementation, layers may have chosen among the tokens of a window.
-
-    Raises:
-        UnsupportedModelError: It cannot.
     """
     for index, (layer, window) in enumerate(zip(reader.layers, parts.windows, strict=True)):
         held, lacks = layer.positions, ""

@@ -95,11 +95,7 @@ def _drafts(kwargs: Mapping[str, Any]) -> bool:
 
 
 def _check_is_no_policy(cache: Any) -> None:
-    """Check that the cache of a call is not a policy, or a cache class without its policy.
-
-    Raises:
-        TypeError: It is one of them.
-    """
+    """Check that the cache of a call is not a policy, or a cache class without its policy."""
     kind = cache if isinstance(cache, type) else type(cache)
     if issubclass(kind, CachePolicy):
         kind.get_seq_length()
@@ -133,12 +129,7 @@ class Turn:
     unhooked: int | None
 
     def of(self, cache: PolicyCache) -> AbstractContextManager[None]:
-        """Return the context manager in which an attached cache reads and answers this turn.
-
-        Raises:
-            UnsupportedGenerationError: Draft tokens may be removed again, which a recurrent layer
-                cannot do.
-        """
+        """Return the context manager in which an attached cache reads and answers this turn."""
         if self.takes_back and not all(layer.is_croppable for layer in cache.layers):
             raise UnsupportedGenerationError(
                 "assistant_model and prompt_lookup_num_tokens must be None with a model that has "
@@ -228,12 +219,7 @@ def _masks_of_steps(model: Any) -> Iterator[None]:
 def check_generation(
     model: Any, cache: PolicyCache, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Turn:
-    """Check the arguments of a `generate` call with a policy cache; return its turn.
-
-    Raises:
-        UnsupportedGenerationError: The mode or an argument would give wrong results with a policy.
-        ValueError: The inputs do not continue the tokens that the cache has seen.
-    """
+    """Check the arguments of a `generate` call with a policy cache; return its turn."""
     if kwargs.get("custom_generate") is not None and not cache.is_attached:
         raise UnsupportedGenerationError(
             "custom_generate must be None unless the cache is attached, since it may use a "
@@ -377,11 +363,7 @@ def _check_model_keeps_cache(
 def effective_config(
     model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> GenerationConfig:
-    """Return the generation settings of a call: from arguments, ``generation_config`` and model.
-
-    Raises:
-        TypeError: ``generation_config`` is not a `GenerationConfig`.
-    """
+    """Return the generation settings of a call: from arguments, ``generation_config`` and model."""
     config = copy.deepcopy(model.generation_config)
     given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     if given is not None and not isinstance(given, GenerationConfig):

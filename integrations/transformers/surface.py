@@ -78,11 +78,7 @@ CACHE: str = cache_name(create_masks_for_generate) or CACHE_NAMES[0]
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache among the arguments of a call, whichever name it has; None without one.
-
-    Raises:
-        ValueError: Two different caches are given.
-    """
+    """Return the cache among the arguments of a call, whichever name it has; None without one."""
     given = {name: arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None}
     caches = list(given.values())
     if any(each is not caches[0] for each in caches):

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvpolicy.integrations.transformers.cache import PolicyCache
-from kvpolicy.integrations.transformers.forward.deferred_layers import choose
 from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
 from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts
 from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
 from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
-from kvpolicy.integrations.transformers.forward.passes import AtQueries, KeyUse, Pass, PassState
+from kvpolicy.integrations.transformers.forward.passes import AtQueries, Pass, PassState
 from kvpolicy.integrations.transformers.forward.plan import Arrival
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
-from kvpolicy.integrations.transformers.forward.selecting import Select
+from kvpolicy.integrations.transformers.forward.selecting import Select, choose
 from kvpolicy.integrations.transformers.forward.stage import NO_LAYERS, StagePiece
-from kvpolicy.integrations.transformers.model.attachment import Forward
+from kvpolicy.integrations.transformers.model.attachment import AroundLayer
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import why_whole
@@ -34,13 +33,6 @@ from kvpolicy.policy import CachePolicy
 
 # Arguments of a model that `read_together` gives itself, or that ask for an output of all tokens.
 OWN_ARGUMENTS = frozenset({"labels", "logits_to_keep", "use_cache", *CACHE_NAMES})
-
-
-class Read(Protocol):
-    """A protocol for the call that reads a prompt into a cache, and returns its last logits."""
-
-    def __call__(self, cache: PolicyCache, *, whole: bool) -> Tensor | None:
-        """Read the prompt; only its last token if ``whole`` is False."""
 
 
 class ReadTogether(dict[str, PolicyCache]):
@@ -197,8 +189,13 @@ def _may_share(cache: PolicyCache) -> bool:
     return not facts.acting or all(why_whole(each) is None for each in layers)
 
 
-def _shared(caches: Mapping[str, PolicyCache], read: Read) -> dict[str, Tensor | None]:
+def _shared(
+    caches: Mapping[str, PolicyCache], read: Callable[..., Tensor | None]
+) -> dict[str, Tensor | None]:
     """Read a prompt into several attached caches, with one forward of another cache.
+
+    ``read`` reads the prompt into a cache, only its last token if ``whole`` is False, and returns
+    its last logits.
 
     Returns:
         The logits of the prompt's last token, by name. A name is missing if its cache has read
@@ -263,12 +260,12 @@ class _Follower:
 
     def begin(self, call: Call, arrival: Arrival) -> None:
         """Begin a forward of the leader's, which is at no layer yet."""
-        facts = attrs.evolve(self.facts, form=call.model.form)
+        own = self.facts
+        facts = ModelFacts(own.parts, own.policy, own.quirks, call.model.form)
         probe = LayerProbe.of(facts.parts, facts.policy)
         call = attrs.evolve(call, model=facts, probe=probe)
         made = Pass(
             arrival.incoming,
-            KeyUse.SELECT,
             self.select,
             main=True,
             narrows=True,
@@ -290,32 +287,17 @@ class _Follower:
         self.run.at.masks.enter(layer)
         self.select.observe(self.run.at, index, inputs, stored)
 
-    def layer(
-        self,
-        index: int,
-        module: nn.Module,
-        forward: Forward,
-        kwargs: dict[str, Any],
-        leading: Any,
-    ) -> None:
-        """Run a layer for the policy's own tokens, if it has dropped some.
-
-        Args:
-            index: Index of the layer.
-            module: The layer.
-            forward: Runs the layer.
-            kwargs: Its other arguments, by name, for all tokens.
-            leading: The output of the layer for all tokens.
-        """
-        if index == self.drop:
-            self.output = self.run.cut_output(index, leading)
-        elif not self.follows(index):
+    def layer(self, around: AroundLayer, kwargs: dict[str, Any], leading: Any) -> None:
+        """Run a layer for the policy's own tokens, if it has dropped some."""
+        if around.index == self.drop:
+            self.output = self.run.cut_output(around.index, leading)
+        elif not self.follows(around.index):
             hidden = self.output[0] if isinstance(self.output, tuple) else self.output
             own = {
                 name: self.cache if isinstance(each, PolicyCache) else each
                 for name, each in kwargs.items()
             }
-            self.output = self.run.layer(index, module, forward, hidden, own)
+            self.output = self.run.layer(around, hidden, own)
 
     def last_hidden(self) -> Tensor:
         """Return the last layer's output for the prompt's last token."""
@@ -364,7 +346,6 @@ class _Leading(Select):
                 arriving.check(reader._given, arrival.incoming)
         yield Pass(
             arrival.incoming,
-            KeyUse.SELECT,
             self,
             main=True,
             features=arrival.features,
@@ -400,25 +381,20 @@ class _Leading(Select):
                     each.observe(index, inputs, stored, at.layers[index])
 
     def layer(
-        self,
-        run: PassRun,
-        index: int,
-        module: nn.Module,
-        forward: Forward,
-        hidden: Tensor,
-        kwargs: dict[str, Any],
+        self, run: PassRun, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]
     ) -> Any:
         """Run a layer for all tokens, and for the tokens of each follower that has dropped some."""
+        index = around.index
         if self._last is None or index <= self._last:
-            output = run.run_layer(index, module, forward, hidden, kwargs)
+            output = run.run_layer(around, hidden, kwargs)
         else:
             run.updated.add(index)
             output = run.call.model.form.of(hidden)
         for each in self._followers:
             if index == 0:
-                each.run.at.reach.check(module, hidden)
+                each.run.at.reach.check(around.module, hidden)
             with _of_policy(each.name):
-                each.layer(index, module, forward, kwargs, output)
+                each.layer(around, kwargs, output)
         return output
 
     def finish(self, at: PassState) -> SeenTokens:
@@ -438,38 +414,21 @@ class _Probes(LayerProbe):
     def check_places(self, tokens: SeenTokens) -> None:
         """See `LayerProbe.check_places`; a first prompt has no earlier places."""
 
-    def enter(self, index: int, module: Any, layer: PolicyLayer, *args: Any, **kwargs: Any) -> None:
+    def enter(self, around: AroundLayer, layer: PolicyLayer, *args: Any, **kwargs: Any) -> None:
         """See `LayerProbe.enter`; ``layer`` is the leader's."""
         for each in self.followers:
             probe = each.run.call.probe
-            if probe is not None and each.follows(index):
+            if probe is not None and each.follows(around.index):
                 with _of_policy(each.name):
-                    probe.enter(index, module, each.cache.layers[index], *args, **kwargs)
+                    probe.enter(around, each.cache.layers[around.index], *args, **kwargs)
 
 
 def _ended(arrival: Arrival, hidden: Tensor) -> Passes:
     """Yield a pass in which no layer runs, and the last one returns the given hidden states."""
     yield Pass(
         arrival.incoming,
-        KeyUse.SELECT,
         AtQueries(),
         stage=StagePiece(NO_LAYERS, is_output=True),
         main=True,
-        then=lambda _: _Ended(hidden),
+        around=lambda run, *_: run.call.model.form.of(hidden),
     )
-
-
-@attrs.frozen(eq=False)
-class _Ended:
-    """Layers that have run before; see `LayersBehind`."""
-
-    hidden: Tensor
-    propagated: dict[int, Tensor] = attrs.field(factory=dict)
-
-    def layer(self, main: PassRun, index: int, module: nn.Module, forward: Forward) -> Any:
-        """See `LayersBehind.layer`."""
-        return main.call.model.form.of(self.hidden)
-
-    def finish(self, main: PassRun) -> SeenTokens:
-        """See `LayersBehind.finish`."""
-        return main.tokens

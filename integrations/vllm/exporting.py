@@ -179,7 +179,7 @@ def _unsupported(parts: ModelParts, reason: str) -> UnsupportedModelError:
 
 
 def _check_read(cache: PolicyCache) -> None:
-    if cache._reader.tokens is None or cache._reader.chunks is not None:
+    if cache._reader.tokens is None or cache._reader.now.chunks is not None:
         raise ValueError("cache must have read a whole prompt to be exported, got one that has not")
     if isinstance(cache.storage, QuantizedStorage):
         raise ValueError(

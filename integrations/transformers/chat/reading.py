@@ -89,14 +89,7 @@ class ChatReading:
         config: GenerationConfig,
         generation: Mapping[str, Any],
     ) -> list[int]:
-        """Read the tokens that the cache lacks, and return the ids of the model's answer.
-
-        Args:
-            model: The model.
-            inputs: Its other inputs, of images that are read.
-            config: What `complete` returned.
-            generation: The arguments of `generate`.
-        """
+        """Read the tokens that the cache lacks, and return the ids of the model's answer."""
         check_known(model, self.ids)
         for each, own in zip(_rememberers(model), chain(self.offsets, repeat(None)), strict=False):
             each.rope_deltas = own
@@ -128,12 +121,7 @@ def _rememberers(model: nn.Module) -> list[Any]:
 def complete(
     model: Any, tokenizer: Any, cache: PolicyCache, generation: dict[str, Any]
 ) -> GenerationConfig:
-    """Add what a chat needs to the arguments of `generate`; return the generation settings.
-
-    Raises:
-        UnsupportedGenerationError: With beam search, answers cannot be removed from the cache.
-        TypeError, ValueError: See `beams_of`.
-    """
+    """Add what a chat needs to the arguments of `generate`; return the generation settings."""
     beams = beams_of(model, generation)
     croppable = all(layer.is_croppable for layer in cache.layers)
     if beams > 1 and (cache.policy.decoding is not None or not croppable):
@@ -153,11 +141,7 @@ def complete(
 
 
 def check_known(model: Any, ids: Sequence[int]) -> None:
-    """Check that a model's vocabulary has all token ids.
-
-    Raises:
-        ValueError: It does not, or there are none.
-    """
+    """Check that a model's vocabulary has all token ids."""
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if not ids or (rows is not None and max(ids) >= rows):
         made = f"the token {max(ids)}" if ids else "no token"

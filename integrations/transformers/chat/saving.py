@@ -39,9 +39,6 @@ def packed(reading: ChatReading, **settings: Any) -> str:
         settings: Everything else that it continues from: ``messages``, ``added`` (the parts of the
             next message), ``template_options``, ``vocabulary`` (the fingerprint of the tokenizer)
             and ``rereadings``.
-
-    Raises:
-        TypeError: A setting cannot be written as JSON.
     """
     written = {name: json.loads(_dumped(name, value)) for name, value in settings.items()}
     return json.dumps(
@@ -60,10 +57,6 @@ def unpacked(
     path: str | os.PathLike[str], cache: PolicyCache
 ) -> tuple[ChatReading, dict[str, Any]]:
     """Read a conversation from a file; return what `packed` got.
-
-    Args:
-        path: The file.
-        cache: The cache that was loaded from it.
 
     Raises:
         ValueError: The file holds a cache alone, has another version, or its contents do not fit

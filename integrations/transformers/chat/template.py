@@ -75,11 +75,7 @@ class ChatTemplate:
         return "\n\n".join(part["text"] for part in parts)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Return a conversation as text, by the chat template, with the beginning of an answer.
-
-        Raises:
-            ValueError: The template refuses the conversation.
-        """
+        """Return a conversation as text, by the chat template, with the beginning of an answer."""
         text: str = self._apply([_without_images(each) for each in messages], tokenize=False)
         return text
 

@@ -111,14 +111,7 @@ class AddedFeatures:
 def span_with_features(
     arguments: dict[str, Any], seen: int, start: int, stop: int
 ) -> dict[str, Any]:
-    """Cut a forward's arguments, image features included, to a range of its columns.
-
-    Args:
-        arguments: See `span_of`.
-        seen: See `span_of`.
-        start: See `span_of`.
-        stop: See `span_of`.
-    """
+    """Cut a forward's arguments, image features included, to a range of its columns."""
     span, features = span_of(arguments, seen, start, stop), AddedFeatures.of(arguments)
     if features is None:
         return span
@@ -132,13 +125,7 @@ def span_with_features(
 
 
 def without_seen(arguments: dict[str, Any], seen: int, prompt_end: int) -> dict[str, Any]:
-    """Cut a forward that repeats the whole conversation to the columns not seen before.
-
-    Args:
-        arguments: By name.
-        seen: Columns seen before the forward.
-        prompt_end: Number of columns of the conversation at the end of its prompt.
-    """
+    """Cut a forward that repeats the whole conversation to the columns not seen before."""
     mask, columns = arguments.get("attention_mask"), inputs_of(arguments).shape[1]
     whole = not isinstance(mask, Tensor) or mask.shape[-1] == columns
     if not whole or columns < prompt_end:

@@ -2,21 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts
-from kvpolicy.integrations.transformers.forward.inputs import Incoming, read_inputs
-from kvpolicy.integrations.transformers.forward.outer_call import OuterCall
+from kvpolicy.integrations.transformers.forward.inputs import Incoming, inputs_of, read_inputs
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.forward.restart import check_positions
 from kvpolicy.integrations.transformers.forward.second_reading import check_tokens
-from kvpolicy.integrations.transformers.forward.states import check_states_go_on
-from kvpolicy.integrations.transformers.model.both_ways import cuts_of
+from kvpolicy.integrations.transformers.model.both_ways import cuts_of, types_in
+
+
+@attrs.define(eq=False)
+class OuterCall:
+    """A record of what a model was called with and does not hand to its decoder.
+
+    Args:
+        keep_last: Number of last tokens whose outputs are asked for; None for all.
+        ids: Ids of the tokens, if the decoder gets embeddings.
+        kinds: ``[batch, new_len]`` int8, the `TokenKind` of the tokens; None if unknown.
+        types: Types of the tokens, by the names of arguments.
+        has_reached: Whether the call has reached the decoder.
+    """
+
+    keep_last: int | None = None
+    ids: Any = None
+    kinds: Tensor | None = None
+    types: dict[str, Tensor] = attrs.field(factory=dict)
+    has_reached: bool = False
+    _mask: Any = None
+    _noted: bool = False
+
+    def note(self, arguments: Mapping[str, Any], kinds: Tensor | None) -> None:
+        """Remember the arguments of a module that calls the decoder, such as the model itself."""
+        mask = arguments.get("attention_mask")
+        self.ids = arguments.get("input_ids", self.ids)
+        self.kinds = self.kinds if kinds is None else kinds
+        self.types |= types_in(arguments)
+        if not self._noted or (isinstance(mask, Tensor) and mask.ndim == 2):
+            self._noted, self._mask = True, mask
+
+    def ids_of(self, arguments: dict[str, Any]) -> Tensor | None:
+        """Return the ids ``[batch, new_len]`` of a forward; None if only embeddings are known."""
+        shape = inputs_of(arguments).shape[:2]
+        for ids in (arguments.get("input_ids"), self.ids):
+            if isinstance(ids, Tensor) and ids.shape == shape:
+                return ids
+        return None
+
+    def take_kinds(self, columns: Tensor) -> Tensor | None:
+        """Return the `TokenKind` of each token in ``columns``, and forget it; None if unknown."""
+        kinds, self.kinds = self.kinds, None
+        return kinds if kinds is not None and kinds.shape == columns.shape else None
+
+    def masks_made_outside(self, arguments: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+        """Return whether an outer model makes the masks, and the arguments with the caller's mask.
+
+        If so, the arguments get the outer model's own mask.
+        """
+        made, outer, noted = arguments.get("attention_mask"), self._mask, self._noted
+        self._mask, self._noted = None, False
+        if not isinstance(outer, Tensor) or outer.ndim != 2:
+            # A call without padding may have no mask.
+            outside = noted and outer is None and not _is_plain(made)
+        else:
+            # The outer model may have made no mask, although its own mask was given.
+            outside = made is None or not _is_plain(made)
+        return outside, {**arguments, "attention_mask": outer} if outside else arguments
+
+
+def _is_plain(mask: Any) -> bool:
+    """True if a mask is None, or a padding mask ``[batch, columns]``."""
+    return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
 
 
 @attrs.frozen(eq=False)
@@ -47,9 +110,6 @@ class Arriving:
 
         If a model around the decoder makes the masks, the decoder gets these masks. Padding is then
         read from the mask that the outer model was called with.
-
-        Args:
-            arguments: By name.
 
         Returns:
             What the forward asks for; its tokens; and features to add to hidden states between
@@ -111,11 +171,7 @@ class Arriving:
             parts.check_rows(policy, len(lengths), longest)
 
     def _check_cuts(self, incoming: Incoming) -> None:
-        """Check that no token of a chunked prompt attends to a token of a later chunk.
-
-        Raises:
-            UnsupportedModelError: A token does.
-        """
+        """Check that no token of a chunked prompt attends to a token of a later chunk."""
         seen = incoming.tokens.seen
         begun = seen - (0 if self.now.chunks is None else self.now.chunks.columns)
         valid = torch.cat([incoming.tokens.valid, incoming.columns], dim=1)
@@ -127,12 +183,7 @@ class Arriving:
                 raise cuts.refused(column, begun)
 
     def _check_positions_given(self, arguments: dict[str, Any], incoming: Incoming) -> None:
-        """Check that position ids are given if the model does not count from 0 and needs them.
-
-        Raises:
-            UnsupportedModelError: They are not; the cache cannot know the number from which the
-                model counts.
-        """
+        """Check that position ids are given if the model does not count from 0 and needs them."""
         needed = incoming.arguments.get("position_ids") is not None
         drops_later = self.starts and self.model.acting and self._in_chunks
         restarts = (self.starts and self.model.restarts) or drops_later
@@ -145,14 +196,41 @@ class Arriving:
             )
 
     def check_cache_is_used(self, arguments: dict[str, Any]) -> None:
-        """Check that neither the call nor the model's configuration turns the cache off.
-
-        Raises:
-            UnsupportedGenerationError: ``use_cache`` is False.
-        """
+        """Check that neither the call nor the model's configuration turns the cache off."""
         asked, config = arguments.get("use_cache"), self.model.parts.config
         name = "use_cache" if asked is not None else "use_cache of the model's config"
         if (getattr(config, "use_cache", None) if asked is None else asked) is False:
             raise UnsupportedGenerationError(
                 f"{name} must be True with a PolicyCache, got False; set it, or pass use_cache=True"
             )
+
+
+def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
+    """Check that recurrent layers can continue from their states with a forward's tokens.
+
+    Raises:
+        UnsupportedModelError: A row has padding behind its tokens, tokens read before have become
+            padding, or several tokens come where the model can only take one.
+    """
+    if incoming.moved is not None:
+        raise UnsupportedModelError(
+            "attention_mask must not turn tokens already read into padding if layers are "
+            "recurrent, since they cannot be removed from a state; give every row its answer up "
+            "to the last token, or read rows one at a time"
+        )
+    valid, started = incoming.new_valid, incoming.tokens.lengths > 0
+    if incoming.padded:
+        between = (valid[:, :-1] & ~valid[:, 1:]).any(dim=1) | (started & ~valid.all(dim=1))
+    if incoming.padded and bool(between.any()):
+        row = int(between.nonzero()[0])
+        raise UnsupportedModelError(
+            "padding must come before all tokens of a row if layers are recurrent, since a state "
+            f"cannot skip it, but row {row} has tokens before its padding; give rows turns of one "
+            "length, or read them one at a time"
+        )
+    if not several and valid.shape[1] > 1 and bool(started.any()):
+        raise UnsupportedModelError(
+            f"one token at a time must follow what the cache has read, got {valid.shape[1]}: if "
+            "the model's recurrent layers read several, they start from an empty state, with any "
+            "cache; give the whole conversation to a new PolicyCache, in one forward"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -14,15 +15,32 @@ from kvpolicy.integrations.transformers.forward.narrowing import Narrowed
 from kvpolicy.integrations.transformers.forward.packed_attention import packed_attention
 from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassState
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns
-from kvpolicy.integrations.transformers.forward.shared_keys import SharedKeys
-from kvpolicy.integrations.transformers.forward.states import check_states_skip_nothing
 from kvpolicy.integrations.transformers.model.mask_arguments import MaskArguments
-from kvpolicy.integrations.transformers.model.masks import FLASH
+from kvpolicy.integrations.transformers.model.masks import FLASH, Mask, Spans
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs, is_plain
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.packed import Packed
 from kvpolicy.integrations.transformers.surface import DISTANCES
+
+
+@attrs.frozen(eq=False)
+class _SharedKeys:
+    """The positions of keys that later layers reuse, and what their own layer sees of them.
+
+    Args:
+        keys: ``[batch, 1 or kv_heads, key_len]`` int64 original positions, -1 on padding.
+        queries: ``[batch, query_len]`` int64, those of the tokens that reach their own layer.
+        mask: The mask of these tokens.
+        own: What they see by the model's own mask; None if this is causal.
+        layer: The layer in the cache.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    mask: Mask
+    own: Spans | None
+    layer: PolicyLayer
 
 
 class LayerAttention:
@@ -49,7 +67,7 @@ class LayerAttention:
         self._call, self._made, self._at = call, made, at
         self.layers = at.layers
         self._reach, self._masks = at.reach, at.masks
-        self._appends = made.keys is KeyUse.APPEND
+        self._appends = made.at_queries.keys is KeyUse.APPEND
         self.inside: int | None = None
         self.packed = False
         self.places = at.reach.positions
@@ -58,23 +76,13 @@ class LayerAttention:
         self.told_or_masked: set[int] = set()
         self.own_keys: set[int] = set()
         self.plain: set[int] = set()
-        self._shared: dict[int, SharedKeys] = {}
+        self._shared: dict[int, _SharedKeys] = {}
         self._padding_of: tuple[Tensor, Tensor | None] | None = None
 
     def arguments(
         self, index: int, layer: PolicyLayer, hidden: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the arguments to call a layer with, for only the tokens that reach it.
-
-        Args:
-            index: Index of the layer.
-            layer: The layer in the cache.
-            hidden: Its input.
-            kwargs: Its other arguments, by name, as made for all tokens of the pass.
-
-        Raises:
-            UnsupportedModelError: See `LayerMasks.arguments` and `check_states_skip_nothing`.
-        """
+        """Return the arguments to call a layer with, for only the tokens that reach it."""
         if layer.producer is not None:
             return self._for_borrower(index, layer.producer, hidden, kwargs)
         if layer.recurrent is None:
@@ -114,8 +122,9 @@ class LayerAttention:
         if kwargs.get("attention_mask") is not None or here.get("attention_mask") is not None:
             self.told_or_masked.add(index)
         if index in masks.lenders:
-            own, mask = masks.own_block(kwargs), here.get("attention_mask")
-            self._shared[index] = SharedKeys.of(layer, masks, self._reach, hidden, own, mask)
+            keys = masks.positions(layer, layer.choices, hidden.device)
+            places, mask = self._reach.positions, here.get("attention_mask")
+            self._shared[index] = _SharedKeys(keys, places, mask, masks.own(kwargs), layer)
         return here
 
     def _distances(
@@ -155,12 +164,18 @@ class LayerAttention:
         shared = self._shared[producer]
         if self._call.attended is not None:
             self._call.attended.note(index, shared.keys)
-        window = self._masks.windows[index]
-        how = self._masks, self._reach, hidden, window, self._call.implementation
-        here = self._reach.arguments(kwargs)
-        if self._call.implementation in FLASH and "position_ids" in here:
+        here, implementation = self._reach.arguments(kwargs), self._call.implementation
+        if implementation in FLASH and "position_ids" in here:
             here = {**here, "position_ids": None}  # see `attend`, which it does not come to
-        return {**here, "attention_mask": shared.mask_for(*how)}
+        mask, count = shared.mask, hidden.shape[self._reach.token_axis(hidden)]
+        if shared.queries is not self._reach.positions or count != shared.queries.shape[1]:
+            # Tokens were dropped in between, or the decoder continues with the last tokens only.
+            heads, window = shared.layer.facts.query_heads, self._masks.windows[index]
+            seen = self._masks.visibility(
+                shared.keys.to(hidden.device), heads, window, shared.own, count
+            )
+            mask = seen.mask(implementation, hidden.dtype)
+        return {**here, "attention_mask": mask}
 
     def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments to call a recurrent layer with, its padding mask included."""
@@ -170,11 +185,7 @@ class LayerAttention:
         return {**kwargs, **own, "attention_mask": valid}
 
     def _padding(self, hidden: Tensor) -> Tensor | None:
-        """Return the mask ``[batch, len]`` of a recurrent layer's tokens; None without padding.
-
-        Raises:
-            UnsupportedModelError: See `check_states_skip_nothing`.
-        """
+        """Return the mask ``[batch, len]`` of a recurrent layer's tokens; None without padding."""
         valid = self._reach.valid
         if not self._reach.padded:
             return None
@@ -194,18 +205,20 @@ class LayerAttention:
         """Return the input columns to report to an attention module that asks for them.
 
         None means that the columns held are right, before anything was dropped or evicted.
-
-        Raises:
-            UnsupportedModelError: Attention may not count columns in this pass.
         """
         made, at, reach = self._made, self._at, self._reach
         if self.inside != index:
             return None
         first = at.first and reach.slots is None
-        if made.no_columns and not (first and made.stage is not None):
+        if made.no_columns:
             raise UnsupportedModelError(made.no_columns.format(index=index))
         if first:
             return None
+        if made.stage is not None:
+            raise UnsupportedModelError(
+                "a prompt must come in one forward if attention counts columns, as in layer "
+                f"{index}, and {at.policy} drops tokens; leave prefill_chunk_size at None"
+            )
         count = at.before.seen + reach.count
         if reach.slots is None:
             queries = torch.arange(at.before.seen, count, device=reach.positions.device)
@@ -224,16 +237,7 @@ class LayerAttention:
         given: tuple[Tensor, Tensor],
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute a layer's attention, by the module's own function or by an equal, faster way.
-
-        Args:
-            attend: The attention function of the module.
-            module: The module.
-            inputs: The queries, keys and values that the module gives its function.
-            mask: The mask that the module gives its function.
-            given: The keys and values that the cache handed out to the layer.
-            kwargs: The further arguments that the module gives its function.
-        """
+        """Compute a layer's attention, by the module's own function or by an equal, faster way."""
         query, key, value = inputs.queries, inputs.keys, inputs.values
         if self.narrowed is not None:
             return self.narrowed.attend(attend, module, query, **kwargs), None
@@ -267,3 +271,25 @@ class LayerAttention:
             places = reach.positions.to(query.device)
             kwargs = self.told.taken(kwargs, places, keys, query.shape[1])
         return attend(module, query, key, value, mask, **kwargs)
+
+
+def check_states_skip_nothing(valid: Tensor, started: Tensor) -> None:
+    """Check that no recurrent layer would read padding after a row's tokens.
+
+    A row that passes on fewer tokens than another, or restarts with fewer, is padded before these
+    tokens.
+
+    Args:
+        valid: bool ``[batch, reaching_len]``, the tokens that reach the layer, False on padding.
+        started: bool ``[batch]``, rows in which tokens were read before this forward.
+    """
+    between = started.to(valid.device) & ~valid.all(dim=1)
+    if bool(between.any()):
+        row = int(between.nonzero()[0])
+        counts = valid.sum(dim=1).tolist()
+        raise UnsupportedModelError(
+            "all rows of a later turn must pass on equally many tokens if later layers are "
+            f"recurrent, since a state cannot skip padding, but row {row} passes on {counts[row]} "
+            f"of up to {max(counts)}; give budgets in tokens, rows of equal length in all, or "
+            "read rows one at a time"
+        )

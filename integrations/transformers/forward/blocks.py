@@ -7,6 +7,8 @@ is multiplied with keys after its block or, if there is a window, before the win
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -41,6 +43,24 @@ def block_len(query: Tensor, key_len: int, mask_heads: int, implementation: str)
     return max(limit // (element * query.shape[0] * mask_heads * key_len), 1)
 
 
+def in_blocks(
+    run: Attend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    count: int,
+    seen_by: Callable[[slice], tuple[slice, Mask]],
+) -> Tensor:
+    """Attend with ``count`` queries at a time; ``seen_by`` gives a block's keys and their mask."""
+    outputs = []
+    # The longest block first, so that the others fit into the memory that it frees.
+    for start in reversed(range(0, query.shape[2], count)):
+        block = slice(start, min(start + count, query.shape[2]))
+        keys, mask = seen_by(block)
+        outputs.append(run(query[:, :, block], key[:, :, keys], value[:, :, keys], mask)[0])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs[::-1], dim=1)
+
+
 class LowerRight:
     """A maker of causal masks for a sequence's last queries, all cut from one kept mask.
 
@@ -52,13 +72,7 @@ class LowerRight:
         self._mask: Tensor | None = None
 
     def of(self, query_len: int, key_len: int, query: Tensor) -> Tensor:
-        """Return the causal additive mask ``[query_len, key_len]``, a view of the kept mask.
-
-        Args:
-            query_len: Number of queries, which are the last ones.
-            key_len: Number of keys, at least ``query_len``.
-            query: A tensor with the dtype and device that the mask must have.
-        """
+        """Return the causal additive mask ``[query_len, key_len]``, a view of the kept mask."""
         held = self._mask
         fits = held is not None and held.shape[0] >= query_len and held.shape[1] >= key_len
         if held is None or not fits or (held.dtype, held.device) != (query.dtype, query.device):
@@ -122,21 +136,13 @@ class Blocks:
         if self._may_be_joined(attend, query, key, value, kwargs):
             return joined(query, key, value, kwargs.get("scaling"))
         count = min(block_len(query, seen, heads, self.implementation), query_len)
-        outputs = []
-        # The longest block first, so that the others fit into the memory that it frees.
-        for start in reversed(range(0, query_len, count)):
-            block = slice(start, min(start + count, query_len))
+
+        def seen_by(block: slice) -> tuple[slice, Mask]:
             keys = slice(self._first_key(block), key_len - query_len + block.stop)
-            output, _ = attend(
-                module,
-                query[:, :, block],
-                key[:, :, keys],
-                value[:, :, keys],
-                self._mask(block, keys, query),
-                **kwargs,
-            )
-            outputs.append(output)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs[::-1], dim=1)
+            return keys, self._mask(block, keys, query)
+
+        run = functools.partial(attend, module, **kwargs)
+        return in_blocks(run, query, key, value, count, seen_by)
 
     def _may_be_joined(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]
@@ -145,7 +151,13 @@ class Blocks:
         alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
         graph = torch.is_grad_enabled() and query.requires_grad
         here = query.device.type == "cpu" and self.keys is None
-        return here and joins(attend, how) and alike and not (graph or _casts(query))
+        return (
+            _KERNEL is not None
+            and here
+            and is_plain(attend, how)
+            and alike
+            and not (graph or _casts(query))
+        )
 
     def _first_key(self, block: slice) -> int:
         """Return the index of the first key that the sliding window shows any query of a block."""
@@ -177,16 +189,6 @@ def _casts(query: Tensor) -> bool:
     Autocast converts the inputs of public functions, but not those of the kernel used here.
     """
     return torch.is_autocast_enabled(query.device.type)
-
-
-def joins(attend: Attend, how: dict[str, Any]) -> bool:
-    """True if `joined` may replace this attention function on a CPU.
-
-    Args:
-        attend: The function.
-        how: What a module passes to it beside queries, keys and values.
-    """
-    return _KERNEL is not None and is_plain(attend, how)
 
 
 def joined(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

@@ -54,11 +54,6 @@ class ChunkWindows:
     def narrow(self, index: int, stored: tuple[Tensor, Tensor], *, one_choice: bool) -> Tensor:
         """Evict the tokens of a layer that its window no longer sees after the chunk.
 
-        Args:
-            index: Index of the layer.
-            stored: The keys and values that the cache handed out to the layer.
-            one_choice: Whether all heads hold the same tokens.
-
         Returns:
             ``[batch, kv_heads or 1, held_len]`` int64, the slots that the layer holds now, -1 on
             padding.
@@ -91,7 +86,7 @@ class ChunkWindows:
     def _counts(self, window: int) -> tuple[int, ...] | None:
         """Return how many of the last slots each row keeps; None if positions must be read."""
         at, end = self._at, self._at.tokens.seen
-        if at.reach.padded or at.before.acted_ids.shape[1] or not at.counts_held:
+        if at.reach.padded or at.before.acted_ids.shape[1] or not at.reach.counts_held:
             return None
         count = end - max(first_seen(end, window), 0)
         return (count,) * at.before.batch

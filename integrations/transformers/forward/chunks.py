@@ -22,13 +22,12 @@ from torch.nn.functional import pad
 from kvpolicy.context import LayerContext
 from kvpolicy.declarations import declares
 from kvpolicy.integrations.transformers.forward.chunk_windows import ChunkWindows
-from kvpolicy.integrations.transformers.forward.history import History
-from kvpolicy.integrations.transformers.forward.layer_contexts import layer_context
-from kvpolicy.integrations.transformers.forward.passes import AtQueries, PassState
-from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
+from kvpolicy.integrations.transformers.forward.layer_contexts import History, InPrompt
+from kvpolicy.integrations.transformers.forward.passes import PassState
+from kvpolicy.integrations.transformers.forward.stage import StagedPrompt
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.layer_inputs import DecodingInputs
-from kvpolicy.part_calls import DeferredChecks, updated
+from kvpolicy.part_calls import updated
 from kvpolicy.policy import CachePolicy
 from kvpolicy.precision import without_autocast
 from kvpolicy.selection import gather_slots
@@ -136,72 +135,6 @@ class Chunks:
         lens = new_valid.sum(dim=1)
         first = length - (lens if self.row_lens is None else self.row_lens + lens)
         return torch.arange(length, device=new_valid.device) >= first[:, None]
-
-
-class InPrompt(AtQueries):
-    """A base class for what a prompt's pass does at each layer: it builds the `LayerContext`.
-
-    Args:
-        history: The saliency that layers of earlier passes gave to the tokens of this one; None if
-            there were no such passes.
-
-    Attributes:
-        history: The same, with the layers of this pass.
-        checks: Checks on the answers of parts at earlier layers.
-    """
-
-    asks = True
-
-    def __init__(self, history: History | None = None) -> None:
-        self._history = history
-        self.checks = DeferredChecks()
-
-    def begin(self, at: PassState) -> None:
-        """Begin the record of the saliencies that layers give; see `AtQueries.begin`."""
-        policy, count = at.policy, len(at.layers)
-        self.history = self._history or History.none()
-        if self._history is None and policy.history_layers:
-            layers = enumerate(at.layers)
-            choosing = [i for i, each in layers if each.attends and at.masks.windows[i] is None]
-            self.history = History.of(policy, count, choosing)
-
-    def drop(self, slots: Tensor) -> None:
-        """See `AtQueries.drop`."""
-        self.history = self.history.taken(slots)
-
-    def context(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
-    ) -> LayerContext:
-        """Build the `LayerContext` that the policy gets of a layer; see `AtQueries.observe`."""
-        layer, policy = at.layers[index], at.policy
-        queries, new_valid = self.shown(at, index, inputs.queries)
-        held = inputs.keys.shape[2]
-        if held < new_valid.shape[1]:  # behind a window in a prompt in chunks; see `chunk_windows`
-            new_valid = new_valid[:, -held:]
-            queries = queries[:, :, max(queries.shape[2] - held, 0) :]
-        positions = at.masks.positions(layer, inputs.keys.shape[1], inputs.keys.device)
-        return layer_context(
-            index,
-            len(at.layers),
-            layer,
-            inputs,
-            positions,
-            new_valid=new_valid,
-            seen_len=at.seen_len,
-            queries=queries,
-            stored=stored,
-            tokens=at.tokens,
-            history=self.history.shown(inputs.keys.device) if self.history.held else (),
-            held_len=at.held_len(layer),
-            rotary=at.rotary_of(layer) if policy.needs_rotary else None,
-            output_weight=layer.facts.weight(inputs.values) if policy.needs_output_weight else None,
-        )
-
-    def shown(self, at: PassState, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the last queries, as many as the policy reads, and the mask of real new tokens."""
-        count = at.policy.num_queries
-        first = 0 if count is None else max(queries.shape[2] - count, 0)
-        return queries[:, :, first:], at.reach.valid
 
 
 class Remember(InPrompt):

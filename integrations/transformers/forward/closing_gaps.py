@@ -47,16 +47,7 @@ def _places(valid: Tensor) -> Tensor:
 def without_gaps(
     policy: CachePolicy, tokens: SeenTokens, layers: Sequence[PolicyLayer]
 ) -> SeenTokens:
-    """Return the record of seen tokens, with rotary positions that continue after the kept ones.
-
-    Args:
-        policy: A gapless policy.
-        tokens: The tokens seen, the last prompt included.
-        layers: The layers of the cache, after they have chosen.
-
-    Raises:
-        ValueError: Heads or layers keep different numbers of tokens.
-    """
+    """Return the record of seen tokens, with rotary positions that continue after the kept ones."""
     counts = []
     for layer in layers:
         assert layer.positions is not None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from kvpolicy.checks import check_count
@@ -17,16 +18,14 @@ from kvpolicy.integrations.transformers.forward.added_features import (
     span_with_features,
     without_seen,
 )
-from kvpolicy.integrations.transformers.forward.arriving import Arriving
+from kvpolicy.integrations.transformers.forward.arriving import Arriving, OuterCall
 from kvpolicy.integrations.transformers.forward.chunks import Chunks
-from kvpolicy.integrations.transformers.forward.facts import ModelFacts, keeps_everything
-from kvpolicy.integrations.transformers.forward.forward_run import ForwardRun
+from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts, keeps_everything
 from kvpolicy.integrations.transformers.forward.inputs import inputs_of
 from kvpolicy.integrations.transformers.forward.lent_answer import LentAnswer
-from kvpolicy.integrations.transformers.forward.outer_call import OuterCall
 from kvpolicy.integrations.transformers.forward.output_order import joined_outputs
 from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
-from kvpolicy.integrations.transformers.forward.passes import KeyUse
+from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassEnded
 from kvpolicy.integrations.transformers.forward.plan import Arrival
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.model import routing
@@ -80,7 +79,7 @@ class ForwardDispatcher:
         self.filled_by: weakref.ref[nn.Module] | None = None
         self.appends = False
         self.plan: Callable[[Arrival], Passes] = Arrival.passes
-        self._forward: ForwardRun | None = None
+        self._passes: Passes | None = None  # of the forward under way
         self._given: dict[str, Any] = {}  # the decoder's arguments in the forward under way
         self._in_generate = False
         self._first_output: Any = None  # of the prompt, if draft tokens came with it
@@ -105,11 +104,6 @@ class ForwardDispatcher:
     @tokens.setter
     def tokens(self, tokens: SeenTokens | None) -> None:
         self.now = attrs.evolve(self.now, tokens=tokens)
-
-    @property
-    def chunks(self) -> Chunks | None:
-        """The record of the chunks of an unfinished prompt; None if no prompt is unfinished."""
-        return self.now.chunks
 
     @property
     def seen(self) -> int:
@@ -180,11 +174,7 @@ class ForwardDispatcher:
         self.now = ReadState()
 
     def end_answer(self, *, failed: bool = False) -> None:
-        """Take the keys of an answer back from Transformers' own layers, if they hold them.
-
-        Args:
-            failed: Whether something failed, so that the last token is forgotten.
-        """
+        """Take the keys of an answer back from Transformers' own layers, if they hold them."""
         self.answer.end(failed=failed)
 
     def take_tokens(self, tokens: SeenTokens) -> None:
@@ -202,10 +192,6 @@ class ForwardDispatcher:
             prompt_len: Columns of the turn's prompt, if it is read in several forwards (chunked
                 prefill): the policy then acts once, at the end of the prompt. None: the prompt is
                 read in one forward.
-
-        Raises:
-            TypeError: ``prompt_len`` is not an int.
-            ValueError: ``prompt_len`` is below 1.
         """
         if prompt_len is not None:
             check_count("prompt_len", prompt_len, minimum=1)
@@ -257,11 +243,7 @@ class ForwardDispatcher:
     # Calls of the model, which run the decoder and then a head.
 
     def begin_call(self, keep_last: int | None) -> None:
-        """Begin a call of the model, which runs the decoder and then a head.
-
-        Args:
-            keep_last: Number of last tokens whose outputs the call asks for; None for all.
-        """
+        """Begin a call of the model, which runs the decoder and then a head."""
         self._take_thread()
         self.abandon_forward()  # torch does not report Ctrl-C to hooks
         self._outer, self._before_call = OuterCall(keep_last), self.recorded()
@@ -271,11 +253,7 @@ class ForwardDispatcher:
         self._outer.note(arguments, kinds)
 
     def end_call(self, *, failed: bool) -> None:
-        """Finish a call of the model; if it failed, undo it and the decoder's forward.
-
-        Raises:
-            UnsupportedModelError: The model did not give its decoder the cache.
-        """
+        """Finish a call of the model; if it failed, undo it and the decoder's forward."""
         if self._thread is not threading.current_thread():
             return  # the call was refused
         if failed:
@@ -341,12 +319,37 @@ class ForwardDispatcher:
             chunks=self.now.chunks if starts else None,
             remember=self._remember,
         )
-        decoder = self._attached.parts.decoder
-        self._forward = ForwardRun(self.plan(arrival), call, self.layers, decoder, self._begin)
-        return self._forward.up_to_main().made.incoming.arguments
+        self._passes = self.plan(arrival)
+        made = next(self._passes)
+        while not made.main:
+            made = self._passes.send(self._through(call, made))
+        self.run = PassRun(call, self.layers, made)
+        return made.incoming.arguments
 
-    def _begin(self, run: PassRun) -> None:
-        self.run = run
+    def _through(self, call: Call, made: Pass) -> PassRun:
+        """Run the decoder for a pass other than the main one, until the pass ends."""
+        self.run = run = PassRun(call, self.layers, made)
+        before = held_by(run.layers)
+        try:
+            # `forward` is called directly, since this code runs inside a hook of the decoder. What
+            # is discarded is a choice of tokens, which has no gradient.
+            with torch.no_grad():
+                self._attached.parts.decoder.forward(**made.incoming.arguments)
+        except PassEnded:
+            return run
+        finally:
+            hold_again(run.layers, before)  # recurrent layers have read the tokens
+        raise AssertionError("the layer at which the pass ends was never reached")
+
+    def _rest(self, main: PassRun) -> None:
+        """Run the passes that follow the main pass, which has ended."""
+        assert self._passes is not None
+        run = main
+        try:
+            while True:
+                run = self._through(main.call, self._passes.send(run))
+        except StopIteration:
+            self.run = main
 
     def _remember(self, chunks: Chunks) -> None:
         self.now = attrs.evolve(self.now, chunks=chunks, starts_turn=True)
@@ -369,26 +372,21 @@ class ForwardDispatcher:
         return span_with_features(arguments, seen, missing, columns)
 
     def finish_forward(self, output: Any) -> Any:
-        """Finish a forward of the decoder: update the cache, and return the decoder's output.
-
-        Raises:
-            UnsupportedModelError: A layer did not use the cache.
-        """
-        run, forward = self.run, self._forward
+        """Finish a forward of the decoder: update the cache, and return the decoder's output."""
+        run = self.run
         assert run is not None
-        assert forward is not None
         try:
             self.tokens = run.finish()
-            forward.rest(run)
+            self._rest(run)
         except BaseException:
             self.abandon_forward()
             raise
         self.answer.look(run, self._given)
         self.filled_by = weakref.ref(self._attached.parts.decoder)
-        if run.made.keys is KeyUse.SELECT:
+        if run.made.at_queries.keys is KeyUse.SELECT:
             self.now = ReadState(self.now.tokens, run.propagated)
         first, self._first_output = self._first_output, None
-        self.run = self._undo = self._forward = None
+        self.run = self._undo = self._passes = None
         self._given = {}
         output = run.in_order(output)
         return output if first is None else joined_outputs(first, output)
@@ -414,7 +412,7 @@ class ForwardDispatcher:
         if before is not None:
             self._go_back(before)
             routing.waiting.set(None)
-        self.run = self._undo = self._first_output = self._forward = None
+        self.run = self._undo = self._first_output = self._passes = None
         self._given = {}
 
     def __getstate__(self) -> dict[str, Any]:

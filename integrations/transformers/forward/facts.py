@@ -12,7 +12,6 @@ from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.quirks import ModelQuirks
-from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.policy import CachePolicy
 
 
@@ -37,7 +36,6 @@ class OutputForm:
         return hidden if self.others is None else (hidden, *[None] * self.others)
 
 
-@attrs.frozen(eq=False)
 class ModelFacts:
     """A record of what is known of a model and its policy while a cache is attached.
 
@@ -45,6 +43,9 @@ class ModelFacts:
         parts: The model's modules.
         policy: The policy, with the layers that it leaves open chosen for the model.
         quirks: Which shortcuts are right on the model.
+        form: What layers return.
+
+    Attributes:
         windows: Each layer's sliding window or chunk; None if it sees all tokens.
         temperatures: By layer, how its queries depend on counted positions; None if they do not.
         causal: Whether a token sees no later token in a layer without a mask; else it sees all of a
@@ -52,40 +53,22 @@ class ModelFacts:
         rotary: The decoder's rotary embedding, for index keys that are rotated late; None without.
         acting: The layers after which the policy drops tokens, or restarts.
         restarts: Whether the policy restarts the prefill.
-        form: What layers return.
     """
 
-    parts: ModelParts
-    policy: CachePolicy
-    quirks: ModelQuirks
-    windows: list[int | None]
-    temperatures: list[Temperature | None]
-    causal: bool
-    rotary: Any
-    acting: frozenset[int]
-    restarts: bool
-    form: OutputForm = attrs.field(factory=OutputForm)
-
-    @staticmethod
-    def of(parts: ModelParts, policy: CachePolicy, quirks: ModelQuirks) -> ModelFacts:
-        """Collect what forwards need to know of a model and its policy.
-
-        Args:
-            parts: The model's modules.
-            policy: See the class.
-            quirks: See the class.
-        """
-        return ModelFacts(
-            parts,
-            policy,
-            quirks,
-            parts.windows,
-            parts.temperatures,
-            parts.causal,
-            getattr(parts.decoder, "rotary_emb", None),
-            policy.propagation.acting_layers(parts.num_layers),
-            policy.propagation.restarts,
-        )
+    def __init__(
+        self,
+        parts: ModelParts,
+        policy: CachePolicy,
+        quirks: ModelQuirks,
+        form: OutputForm | None = None,
+    ) -> None:
+        self.parts, self.policy, self.quirks = parts, policy, quirks
+        self.form = OutputForm() if form is None else form
+        self.windows, self.temperatures = parts.windows, parts.temperatures
+        self.causal = parts.causal
+        self.rotary: Any = getattr(parts.decoder, "rotary_emb", None)
+        self.acting = policy.propagation.acting_layers(parts.num_layers)
+        self.restarts = policy.propagation.restarts
 
 
 @attrs.frozen(eq=False)
@@ -120,14 +103,7 @@ class Call:
     def of(
         model: ModelFacts, arguments: dict[str, Any], *, own_masks: bool, keep_last: int | None
     ) -> Call:
-        """Read the settings of a forward from the decoder's arguments.
-
-        Args:
-            model: See the class.
-            arguments: By name.
-            own_masks: See the class.
-            keep_last: See the class.
-        """
+        """Read the settings of a forward from the decoder's arguments."""
         parts, quirks = model.parts, model.quirks
         implementation = parts.implementation
         weights, states = (
@@ -152,12 +128,7 @@ class Call:
 
 
 def keeps_everything(policy: CachePolicy, num_layers: int) -> bool:
-    """True if a policy never evicts and never drops a token of any prompt.
-
-    Args:
-        policy: The policy; its layers may still be open.
-        num_layers: Number of layers of the model.
-    """
+    """True if a policy never evicts and never drops a token of any prompt."""
     selector = policy.selector
     whole = selector.budget is not None and selector.budget.rate == 1
     keeps = whole or declares(selector, "keeps_all")

@@ -1,7 +1,7 @@
 """Read and check a forward's inputs before anything is computed: which tokens are real.
 
 In a later turn, rows may have padding between tokens. If the policy acts, columns are moved so that
-each row's padding comes before its tokens, whose order stays. `InputOrder` puts the decoder's
+each row's padding comes before its tokens, whose order stays. `in_input_order` puts the decoder's
 output back into the order of the input.
 """
 
@@ -118,12 +118,7 @@ def read_inputs(
 
 
 def inputs_of(arguments: dict[str, Any]) -> Tensor:
-    """Return the forward's ids ``[batch, new_len]`` or embeddings ``[batch, new_len, hidden]``.
-
-    Raises:
-        TypeError: There are neither, or they are not a tensor, or have a wrong dtype.
-        ValueError: They have too few axes.
-    """
+    """Return the forward's ids ``[batch, new_len]`` or embeddings ``[batch, new_len, hidden]``."""
     for name, axes in (("input_ids", "[batch, len]"), ("inputs_embeds", "[batch, len, hidden]")):
         found = arguments.get(name)
         if found is None:
@@ -156,14 +151,7 @@ def _check_positions(positions: Any, batch: int, new_len: int) -> None:
 
 
 def span_of(arguments: dict[str, Any], seen: int, start: int, stop: int) -> dict[str, Any]:
-    """Cut a forward's arguments to the columns from ``start`` up to ``stop``.
-
-    Args:
-        arguments: By name; the mask also covers the ``seen`` columns.
-        seen: Columns seen before the forward.
-        start: First column.
-        stop: The column after the last.
-    """
+    """Cut a forward's arguments to the columns from ``start`` up to ``stop``."""
     arguments = dict(arguments)
     own_rows = (slice(None), slice(start, stop))
     for name in {*OF_TOKENS, "position_ids"} & arguments.keys():
@@ -189,11 +177,7 @@ def _without_mask(arguments: dict[str, Any], seen: SeenTokens, new_len: int) -> 
 
 
 def check_step(mask: Tensor, seen: SeenTokens) -> None:
-    """Check the mask ``[batch, seen + 1]`` with which `generate` decodes one token.
-
-    Raises:
-        ValueError: See `read_inputs`.
-    """
+    """Check the mask ``[batch, seen + 1]`` with which `generate` decodes one token."""
     _check_shape(mask, seen.batch, seen.seen, 1)
     read_past(mask[:, :-1].to(seen.valid.device, torch.bool), seen, starts=False)
 
@@ -222,9 +206,6 @@ def read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenToke
 
     Returns:
         See `SeenTokens.with_padding`; the second entry is None if nothing moved.
-
-    Raises:
-        ValueError: The mask changes tokens that were read in another way.
     """
     if torch.equal(past, seen.valid):
         return seen, None

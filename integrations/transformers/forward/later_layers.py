@@ -12,56 +12,26 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.chunks import Chunks, Remember
-from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV
 from kvpolicy.integrations.transformers.forward.facts import Call
-from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
+from kvpolicy.integrations.transformers.forward.layer_contexts import History
 from kvpolicy.integrations.transformers.forward.narrowing import Narrowed
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
-from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass
-from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens, Select
-from kvpolicy.integrations.transformers.forward.stage import PrefillStage, StagePiece
-from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
-from kvpolicy.integrations.transformers.model.attachment import Forward
-from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.forward.passes import Pass
+from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens, DeferredKV, Select
+from kvpolicy.integrations.transformers.forward.stage import (
+    PrefillStage,
+    StagedPrompt,
+    StagePiece,
+)
+from kvpolicy.integrations.transformers.model.attachment import AroundLayer
 from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions
-
-
-def stage_pass(
-    call: Call,
-    incoming: Incoming,
-    at_queries: Remember | Select | ChooseTokens,
-    piece: StagePiece,
-    **more: Any,
-) -> Pass:
-    """Make the pass that reads some of a prompt's tokens in one range of layers.
-
-    Args:
-        call: What the forward asks for.
-        incoming: The tokens.
-        at_queries: What is done at their queries, which also says what becomes of their keys.
-        piece: The stage, and what enters it.
-        more: Further fields of `Pass`.
-    """
-    policy = call.model.policy
-    keys = {Remember: KeyUse.APPEND, Select: KeyUse.SELECT, ChooseTokens: KeyUse.DISCARD}
-    return Pass(
-        incoming,
-        keys[type(at_queries)],
-        at_queries,
-        stage=piece,
-        no_columns=(
-            "a prompt must come in one forward if attention counts columns, as in layer "
-            f"{{index}}, and {policy} drops tokens; leave prefill_chunk_size at None"
-        ),
-        **more,
-    )
 
 
 @attrs.frozen(eq=False)
@@ -91,14 +61,10 @@ class LaterLayers:
 
     Args:
         main: The run that the decoder's layers are called with.
-        layers: The layers of the cache.
         last: The last chunk of the prompt.
         staged: All chunks of the prompt.
         whole: The tokens seen, the prompt included.
-        features: Features to add to hidden states of the prompt between layers; None if there are
-            none.
         stages: The stages that are still to be run.
-        reach: The tokens that reach the first of them.
 
     Attributes:
         waiting: The layers that choose when all layers were scored, by index.
@@ -108,24 +74,27 @@ class LaterLayers:
     def __init__(
         self,
         main: PassRun,
-        layers: list[PolicyLayer],
         last: Incoming,
         staged: StagedPrompt,
         whole: SeenTokens,
-        features: AddedFeatures | None,
         stages: Sequence[PrefillStage],
-        reach: SurvivingTokens,
     ) -> None:
-        self._call, self._layers = main.call, layers
-        self._last, self._staged, self._whole, self._features = last, staged, whole, features
+        self._call, self._layers = main.call, main.layers
+        self._last, self._staged, self._whole, self._others = last, staged, whole, stages
+        self._features = AddedFeatures.joined(staged.features, staged.valid)
         self.waiting: dict[int, DeferredKV] = {}
-        self.propagated: dict[int, Tensor] = {}
-        self._begin(main, stages, reach)
 
-    def _begin(self, main: PassRun, stages: Sequence[PrefillStage], reach: SurvivingTokens) -> None:
+    def begun(
+        self, main: PassRun, reach: SurvivingTokens, propagated: dict[int, Tensor]
+    ) -> LaterLayers:
+        """Prepare the first stage for the tokens that reach it; return itself."""
+        self.propagated = propagated
+        self._begin(main, reach)
+        return self
+
+    def _begin(self, main: PassRun, reach: SurvivingTokens) -> None:
         """Prepare the runs of all pieces of the next stage."""
-        self._stage, *self._others = stages
-        self._reach = reach
+        self._stage, *self._others = self._others
         self._columns = pieces_of(self._staged, reach)
         self._runs = self._runs_of(self._stage, reach)
         self._states = [
@@ -134,20 +103,21 @@ class LaterLayers:
         ]
         for run in self._runs:
             main.part = run
-            run.collect(self._call.model.parts.decoder)
+            self._call.model.parts.decoder.forward(**run.made.incoming.arguments)
         main.part = None
         self._reach = attrs.evolve(reach, parts=())
 
-    def layer(self, main: PassRun, index: int, module: nn.Module, forward: Forward) -> Any:
+    def layer(self, main: PassRun, around: AroundLayer) -> Any:
         """Run a layer for all pieces of its stage; return its output for the last piece."""
         output: Any = None
+        index = around.index
         resumes = self._reach.resumed is not None and index == self._stage.first
         for at, run in enumerate(self._runs):
             main.part = run
             entering, kwargs = run.given.pop(index)
             hidden = self._states[at]
             hidden = entering if hidden is None else hidden
-            output = run.run_layer(index, module, forward, hidden, kwargs)
+            output = run.run_layer(around, hidden, kwargs)
             self._states[at] = output[0] if isinstance(output, tuple) else output
             if isinstance(run.made.at_queries, Remember) and not resumes:
                 follow([self._layers[index]], run.tokens)
@@ -156,7 +126,7 @@ class LaterLayers:
         if index == self._stage.last and self._others:
             self._go_on(main)
             if self._stage.first == index:  # it has ended inside this layer
-                return self.layer(main, index, module, forward)
+                return self.layer(main, around)
         return output
 
     def _go_on(self, main: PassRun) -> None:
@@ -177,7 +147,7 @@ class LaterLayers:
         if run.made.at_queries.passed is not None:
             self.propagated[self._stage.last] = passed.positions
         self._end_runs()
-        self._begin(main, self._others, passed)
+        self._begin(main, passed)
 
     def _end_runs(self) -> SeenTokens:
         for run in self._runs[:-1]:
@@ -187,7 +157,7 @@ class LaterLayers:
         self.waiting |= select.waiting
         return tokens
 
-    def finish(self, main: PassRun) -> SeenTokens:
+    def finish(self) -> SeenTokens:
         """End the last stage; return the new record of seen tokens; see `PassRun.finish`."""
         tokens, passed = self._end_runs(), self._runs[-1].made.at_queries.passed
         if passed is not None:  # behind the last layer
@@ -237,7 +207,7 @@ class LaterLayers:
         if features is not None:
             features = features.taken(reach.columns[:, columns])
         incoming = incoming_of(self._call, self._last, self._staged, reach, columns)
-        made = stage_pass(self._call, incoming, at_queries, piece, features=features, **more)
+        made = Pass(incoming, at_queries, stage=piece, features=features, **more)
         return PassRun(self._call, self._layers, made)
 
     def _may_look(self, index: int) -> bool:
@@ -260,15 +230,7 @@ def pieces_of(staged: StagedPrompt, reach: SurvivingTokens) -> list[slice]:
 def incoming_of(
     call: Call, last: Incoming, staged: StagedPrompt, reach: SurvivingTokens, columns: slice
 ) -> Incoming:
-    """Return a piece of a prompt's surviving tokens as the decoder's input.
-
-    Args:
-        call: What the forward asks for.
-        last: The last chunk of the prompt.
-        staged: All chunks of the prompt.
-        reach: The surviving tokens.
-        columns: Those of the piece.
-    """
+    """Return a piece of a prompt's surviving tokens as the decoder's input."""
     own = reach.columns[:, columns]
     valid = own >= 0
     arguments = dict(last.arguments)

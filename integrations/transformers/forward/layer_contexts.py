@@ -2,15 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import attrs
+import torch
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
 from kvpolicy.heads import Heads
+from kvpolicy.integrations.transformers.forward.passes import AtQueries, PassState
+from kvpolicy.integrations.transformers.model.parallel import ALL_HEADS
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.layer_inputs import NO_DECODING, PLAIN_LAYER, DecodingInputs, LayerInputs
+from kvpolicy.part_calls import DeferredChecks
+from kvpolicy.policy import CachePolicy
 from kvpolicy.rotary import RotaryEmbedding
+from kvpolicy.selection import gather_slots
+
+
+@attrs.frozen(eq=False)
+class History:
+    """A record of the saliencies that earlier layers gave to the tokens that reach this layer.
+
+    `CachePolicy.remembered_layers` says which layers must compute it. It is cut together with the
+    tokens that layers pass on, and forgotten once no later layer looks at it. By default it is that
+    of a policy that uses no other layer's saliency.
+
+    Args:
+        layers: Layers whose saliency a later layer looks at.
+        longest: Number of last saliencies that are looked at.
+        held: float32 ``[batch, heads, new_len]`` each, the newest last.
+    """
+
+    layers: frozenset[int] = frozenset()
+    longest: int = 0
+    held: tuple[Tensor, ...] = ()
+
+    @staticmethod
+    def of(policy: CachePolicy, num_layers: int, choosing: Sequence[int]) -> History:
+        """Return the record with which a forward begins, without saliencies."""
+        longest = policy.history_layers
+        layers = policy.remembered_layers(num_layers, choosing) if longest else frozenset[int]()
+        return History(layers, longest)
+
+    def noted(self, saliency: Tensor, context: LayerContext) -> History:
+        """Return a copy with the saliency of one more layer, without those no longer needed.
+
+        Args:
+            saliency: ``[batch, heads, key_len]``.
+            context: The context of that layer.
+        """
+        new = saliency[..., context.key_len - context.new_len :]
+        new = new.float().masked_fill(~context.new_valid[:, None], 0.0)
+        return attrs.evolve(self, held=(*self.held, new)[-self.longest :])
+
+    def taken(self, slots: Tensor) -> History:
+        """Return a copy for only the tokens in ``slots`` ``[batch, count]``, -1 on padding."""
+        return attrs.evolve(
+            self,
+            held=tuple(
+                gather_slots(each[..., None], slots.to(each.device)[:, None])[..., 0]
+                for each in self.held
+            ),
+        )
+
+    def shown(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the saliencies on a layer's device, for `LayerInputs.history`."""
+        return tuple(each.to(device) for each in self.held)
 
 
 def layer_context(
@@ -55,7 +115,9 @@ def layer_context(
     # Compared by number of heads, since keys may be changed and still be one for each head.
     held_as_shown = stored is None or keys.shape[1] == stored[0].shape[1]
     kinds = None if tokens is None or tokens.kinds is None else tokens.kinds_at(positions)
-    heads = layer.facts.spread.heads(inputs.queries.shape[1])
+    spread = layer.facts.spread
+    whole = spread.query_heads is None  # nothing is spread over processes
+    heads = ALL_HEADS if whole else spread.heads(inputs.queries.shape[1])
     asked = rotary is not None or output_weight is not None or history
     plain = type(heads) is Heads and not asked
     return LayerContext(
@@ -74,3 +136,69 @@ def layer_context(
         decoding=decoding,
         held_len=held_len,
     )
+
+
+class InPrompt(AtQueries):
+    """A base class for what a prompt's pass does at each layer: it builds the `LayerContext`.
+
+    Args:
+        history: The saliency that layers of earlier passes gave to the tokens of this one; None if
+            there were no such passes.
+
+    Attributes:
+        history: The same, with the layers of this pass.
+        checks: Checks on the answers of parts at earlier layers.
+    """
+
+    asks = True
+
+    def __init__(self, history: History | None = None) -> None:
+        self._history = history
+        self.checks = DeferredChecks()
+
+    def begin(self, at: PassState) -> None:
+        """Begin the record of the saliencies that layers give; see `AtQueries.begin`."""
+        policy, count = at.policy, len(at.layers)
+        self.history = self._history or History()
+        if self._history is None and policy.history_layers:
+            layers = enumerate(at.layers)
+            choosing = [i for i, each in layers if each.attends and at.masks.windows[i] is None]
+            self.history = History.of(policy, count, choosing)
+
+    def drop(self, slots: Tensor) -> None:
+        """See `AtQueries.drop`."""
+        self.history = self.history.taken(slots)
+
+    def context(
+        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
+    ) -> LayerContext:
+        """Build the `LayerContext` that the policy gets of a layer; see `AtQueries.observe`."""
+        layer, policy = at.layers[index], at.policy
+        queries, new_valid = self.shown(at, index, inputs.queries)
+        held = inputs.keys.shape[2]
+        if held < new_valid.shape[1]:  # behind a window in a prompt in chunks; see `chunk_windows`
+            new_valid = new_valid[:, -held:]
+            queries = queries[:, :, max(queries.shape[2] - held, 0) :]
+        positions = at.masks.positions(layer, inputs.keys.shape[1], inputs.keys.device)
+        return layer_context(
+            index,
+            len(at.layers),
+            layer,
+            inputs,
+            positions,
+            new_valid=new_valid,
+            seen_len=at.seen_len,
+            queries=queries,
+            stored=stored,
+            tokens=at.tokens,
+            history=self.history.shown(inputs.keys.device) if self.history.held else (),
+            held_len=at.reach.seen_by(layer),
+            rotary=layer.facts.rotary(at.gapless) if policy.needs_rotary else None,
+            output_weight=layer.facts.weight(inputs.values) if policy.needs_output_weight else None,
+        )
+
+    def shown(self, at: PassState, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the last queries, as many as the policy reads, and the mask of real new tokens."""
+        count = at.policy.num_queries
+        first = 0 if count is None else max(queries.shape[2] - count, 0)
+        return queries[:, :, first:], at.reach.valid

@@ -22,7 +22,7 @@ from kvpolicy.integrations.transformers.model.masks import (
     DENSE,
     FLASH,
     Mask,
-    OwnVisibility,
+    Spans,
     Visibility,
     causal_mask,
 )
@@ -85,7 +85,7 @@ class LayerMasks:
         self.may_be_own = (call.own_masks or self.sees_all) and reach.count > 1
         self._combined: Tensor | None = None  # positions of the current layer's keys
         self._causal: dict[tuple[int, int, bool], Mask] = {}  # by lengths, and if None is allowed
-        self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
+        self._own: dict[int, tuple[Any, Spans | None]] = {}  # by the id of the mask
         self._lower_right = LowerRight()
         self._new_positions: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
@@ -162,17 +162,7 @@ class LayerMasks:
         return (self._combined if differ else self._combined[:, :1]) >= 0
 
     def arguments(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments ``kwargs`` of a layer with the mask that fits the layer's keys.
-
-        Args:
-            index: Index of the layer.
-            hidden: Its input, for dtype and device.
-            kwargs: Its other arguments, by name, for the tokens that reach it.
-
-        Raises:
-            UnsupportedModelError: See `Visibility.mask`; or the layer counts its window in columns,
-                and rows have padding between their tokens.
-        """
+        """Return the arguments ``kwargs`` of a layer with the mask that fits the layer's keys."""
         self.enter(self._layers[index])
         self.blocks = None
         spares = self._spares or kwargs.get("attention_mask") is not None
@@ -187,7 +177,7 @@ class LayerMasks:
             # two exceptions: it measures windows in columns, and it may be older than the
             # reordering of columns.
             return kwargs
-        mask = self.mask(index, hidden, self.own_block(kwargs), blocks=True)
+        mask = self.mask(index, hidden, self.own(kwargs), blocks=True)
         if not self._layers[index].facts.shows_queries:
             if isinstance(mask, Tensor):  # some layers check its shape
                 mask = mask.expand(hidden.shape[0], -1, -1, -1)
@@ -207,33 +197,21 @@ class LayerMasks:
                 f"columns, as layer {index} does; give rows of one length, or one row at a time"
             )
 
-    def own_block(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """Return the model's own mask between the pass's tokens; None if this is causal."""
-        length = self._reach.count
+    def own(self, kwargs: dict[str, Any]) -> Spans | None:
+        """Return what the pass's tokens see by the model's own mask; None if this is causal."""
         if not self.may_be_own:
             return None
-        mask = kwargs.get("attention_mask")
-        if id(mask) not in self._own_blocks:
+        mask, places = kwargs.get("attention_mask"), self._reach.every_position
+        if id(mask) not in self._own:
             if mask is None and self.sees_all:
-                device = self._columns.device
-                block: Tensor | None = torch.ones(
-                    1, length, length, dtype=torch.bool, device=device
-                )
+                own: Spans | None = Spans.everything(places)
             else:
-                block = OwnVisibility.block_of(mask, self._columns, self._order_of_columns)
-            self._own_blocks[id(mask)] = mask, block  # keeps the mask, so that its id stays unique
-        return self._own_blocks[id(mask)][1]
+                own = Spans.of(mask, self._columns, self._order_of_columns, places)
+            self._own[id(mask)] = mask, own  # keeps the mask, so that its id stays unique
+        return self._own[id(mask)][1]
 
     def check_order(self, kwargs: dict[str, Any], *, in_chunks: bool) -> None:
-        """Check that a prompt whose tokens all see each other comes whole and without padding.
-
-        Args:
-            kwargs: The arguments of its first layer, by name.
-            in_chunks: Whether more chunks of the prompt follow.
-
-        Raises:
-            UnsupportedModelError: It does not.
-        """
+        """Check that a prompt whose tokens all see each other comes whole and without padding."""
         if not self.sees_all:
             return
         if in_chunks and kwargs.get("attention_mask") is None:
@@ -241,46 +219,41 @@ class LayerMasks:
                 "a prompt must come in one forward if all of its tokens see each other, as in "
                 "PaliGemma without token_type_ids; leave prefill_chunk_size at None"
             )
-        if self._reach.padded and self.own_block(kwargs) is None:
+        if self._reach.padded and self.own(kwargs) is None:
             raise UnsupportedModelError(
                 "rows must not be padded if padding changes whether tokens see later ones, as in "
                 "PaliGemma without token_type_ids; give rows of one length, or one row at a time"
             )
 
-    def own_visibility(
-        self, block: Tensor | None, positions: Tensor, order: Tensor | None
-    ) -> OwnVisibility | None:
-        """Map the model's own mask ``block`` to the keys of a layer; None if ``block`` is None.
+    def visibility(
+        self,
+        keys: Tensor,
+        heads: int,
+        window: int | None,
+        own: Spans | None,
+        count: int | None = None,
+    ) -> Visibility:
+        """Return what tokens that reach the layer see of ``keys``; see `Visibility`.
 
         Args:
-            block: See `own_block`.
-            positions: Those of the keys, ``[batch, 1 or kv_heads, key_len]``.
-            order: Their order; see the class.
+            keys: ``[batch, 1 or kv_heads, key_len]`` int64, the positions of the keys.
+            heads: Number of query heads.
+            window: The layer's sliding window.
+            own: See `own`.
+            count: How many tokens, which are the last ones; None for all.
         """
-        if block is None:
-            return None
-        batch, heads, key_len = positions.shape
-        slots = self._reach.slots
-        if slots is None:
-            slots = torch.arange(self._reach.count, device=block.device).expand(batch, -1)
-        slots = slots.to(block.device)
-        queries = torch.where(self._reach.valid.to(block.device), slots, -1)
-        held = queries.new_full((batch, key_len - queries.shape[1]), -1)
-        columns = torch.cat([held, queries], dim=1)[:, None].expand(-1, heads, -1)
-        if order is not None:
-            columns = columns.gather(2, order[:, :heads].to(columns.device))
-        return OwnVisibility(block, queries, columns)
+        first = 0 if count is None else self._reach.valid.shape[1] - count
+        places = self._reach.positions[:, first:].to(keys.device)
+        if own is not None:
+            slots = self._reach.slots
+            slots = self._reach.everything() if slots is None else slots
+            own = own.taken(slots[:, first:]).to(keys.device)
+        return Visibility(keys, places, heads if keys.shape[1] > 1 else 1, window, own)
 
     def mask(
-        self, index: int, hidden: Tensor, own: Tensor | None = None, *, blocks: bool = False
+        self, index: int, hidden: Tensor, own: Spans | None = None, *, blocks: bool = False
     ) -> Mask:
         """Make the attention mask that fits the keys that a layer holds; None if it needs none.
-
-        Args:
-            index: Index of the layer.
-            hidden: A tensor of the layer, for dtype and device.
-            own: See `own_block`.
-            blocks: Whether the layer may attend in `blocks`, which make their own masks.
 
         Returns:
             See `Visibility.mask`; None if no mask is needed.
@@ -308,10 +281,7 @@ class LayerMasks:
             positions = positions[:, :1]
         elif not layer.facts.shows_queries and bool((positions == positions[:, :1]).all()):
             positions = positions[:, :1]  # some layers take one mask for all heads
-        heads = layer.facts.query_heads if positions.shape[1] > 1 else 1
-        places = self._reach.positions.to(hidden.device)
-        among = self.own_visibility(own, positions, self.order)
-        seen = Visibility(positions, places, heads, window, own=among)
+        seen = self.visibility(positions, layer.facts.query_heads, window, own)
         return seen.mask(self._implementation, hidden.dtype)
 
     def _causal_mask(self, key_len: int, query_len: int, hidden: Tensor, *, spare: bool) -> Mask:

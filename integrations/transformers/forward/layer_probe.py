@@ -16,13 +16,13 @@ from typing import Any, NoReturn, TypeVar
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
-from kvpolicy.integrations.transformers.forward.layer_arguments import cut_arguments
-from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens
+from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens, cut_arguments
+from kvpolicy.integrations.transformers.model.attachment import AroundLayer
 from kvpolicy.integrations.transformers.model.layer_trial import FAILURES, LayerTrial, near
 from kvpolicy.integrations.transformers.model.masks import causal_mask
 from kvpolicy.integrations.transformers.model.parts import ModelParts
@@ -68,11 +68,7 @@ class LayerProbe:
 
     @staticmethod
     def of(parts: ModelParts, policy: CachePolicy) -> LayerProbe | None:
-        """Make the finder if the policy reads rotary embeddings or projections; else None.
-
-        Raises:
-            UnsupportedModelError: No layer of the model can give what is needed.
-        """
+        """Make the finder if the policy reads rotary embeddings or projections; else None."""
         later = policy.decoding
         rotary = policy.needs_rotary or (later is not None and later.needs_rotary)
         rotary = rotary or policy.gapless
@@ -91,11 +87,7 @@ class LayerProbe:
         return asked
 
     def check_places(self, tokens: SeenTokens) -> None:
-        """Check that the rotary positions of the tokens read earlier are known.
-
-        Raises:
-            UnsupportedModelError: They are not.
-        """
+        """Check that the rotary positions of the tokens read earlier are known."""
         skipped = tokens.skipped
         if not self.rotary or skipped is None or not bool(skipped.any()):
             return
@@ -106,8 +98,7 @@ class LayerProbe:
 
     def enter(
         self,
-        index: int,
-        module: nn.Module,
+        around: AroundLayer,
         layer: PolicyLayer,
         hidden: Tensor,
         kwargs: dict[str, Any],
@@ -117,19 +108,7 @@ class LayerProbe:
         gapless: Gapless | None,
         implementation: str,
     ) -> None:
-        """Prepare a layer that is about to run on a few tokens, and call `find` for it.
-
-        Args:
-            index: Index of the layer.
-            module: The model's layer.
-            layer: The layer in the cache.
-            hidden: Its input.
-            kwargs: Its other arguments, by name.
-            reach: The tokens that reach it.
-            before: The tokens seen before the pass.
-            gapless: Where tokens are read after a restart; None without one.
-            implementation: The model's attention implementation.
-        """
+        """Prepare a layer that is about to run on a few tokens, and call `find` for it."""
         axis = reach.token_axis(hidden)
         length = hidden.shape[axis]
         last = torch.arange(max(length - 2, 0), length, device=reach.valid.device)
@@ -149,11 +128,11 @@ class LayerProbe:
             )
             assert isinstance(mask, Tensor)
             here["attention_mask"] = mask.expand(hidden.shape[0], -1, -1, -1)
-        attention = self.parts.attentions[index]
+        attention = self.parts.attentions[around.index]
         assert attention is not None
         entering = LayerTrial(
-            index,
-            module,
+            around.index,
+            around.module,
             attention,
             take_columns(hidden, slots, axis - 1, axis),
             axis,
@@ -176,10 +155,6 @@ class LayerProbe:
             places: ``[batch, new_len]`` int64, the positions at which the forward's tokens are
                 read.
             valid: ``[batch, new_len]`` bool, False on padding.
-
-        Raises:
-            UnsupportedModelError: The layer cannot give what is needed.
-            ValueError: The layer's queries or keys are not finite numbers.
         """
         if self.rotary:
             layer.facts.turns = self._turns(layer, entering, places, valid)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,59 +25,22 @@ from kvpolicy.integrations.transformers.forward.attending import LayerAttention
 from kvpolicy.integrations.transformers.forward.inputs import check_step
 from kvpolicy.integrations.transformers.forward.lent_layers import Lent, LentHeads, LentKeys
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
-from kvpolicy.integrations.transformers.forward.passes import Ignore, KeyUse
-from kvpolicy.integrations.transformers.forward.read_state import ReadState
+from kvpolicy.integrations.transformers.forward.passes import AtQueries, KeyUse
 from kvpolicy.integrations.transformers.forward.static_steps import StaticSteps
-from kvpolicy.integrations.transformers.model.attachment import Attachment, carries
+from kvpolicy.integrations.transformers.model.attachment import carries
 from kvpolicy.integrations.transformers.model.routing import replaced
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.storage import Plain, PlainStorage, Storage
+from kvpolicy.integrations.transformers.state.storage import Plain, PlainStorage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-from kvpolicy.policy import CachePolicy
-
-
-class Answered(Protocol):
-    """A protocol for the parts of a cache's state that change while an answer is decoded."""
-
-    policy: CachePolicy
-    storage: Storage
-    max_new_tokens: int | None
-    layers: list[PolicyLayer]
-    attachment: Attachment | None
-    now: ReadState
-
-    @property
-    def tokens(self) -> SeenTokens | None:
-        """The record of the tokens that the cache has read; None if it has read none."""
-
-    @tokens.setter
-    def tokens(self, tokens: SeenTokens | None) -> None: ...
-
-    @property
-    def seen(self) -> int:
-        """The number of columns seen, padding included."""
-
-    @property
-    def placed(self) -> CachePolicy:
-        """The policy, with its unset layer indices chosen for the attached model."""
-
-    @property
-    def acts_next(self) -> bool:
-        """True if the policy acts on the next forward, which is then no decoding step."""
-
-    def abandon_forward(self) -> None:
-        """Undo a call of the model that did not finish."""
-
-    def take_tokens(self, tokens: SeenTokens) -> None:
-        """Replace the record of the tokens seen, in the dispatcher and in all layers."""
 
 
 class LentAnswer:
     """A manager of the answers whose keys Transformers' own layers hold.
 
     Args:
-        reader: The dispatcher of the cache. The reference is weak, since the dispatcher refers to
-            this object: without a cycle, a cache is freed with its last reference.
+        reader: The `ForwardDispatcher` of the cache, whose file imports this one. The reference is
+            weak, since the dispatcher refers to this object: without a cycle, a cache is freed with
+            its last reference.
 
     Attributes:
         cache: The cache of Transformers that holds the keys of an answer; None between answers.
@@ -87,7 +50,7 @@ class LentAnswer:
             must be decoded with hooks.
     """
 
-    def __init__(self, reader: Answered) -> None:
+    def __init__(self, reader: Any) -> None:
         self._reader = weakref.ref(reader)
         self.cache: Cache | None = None
         self.static: StaticSteps | None = None
@@ -101,7 +64,7 @@ class LentAnswer:
         self._removed = ExitStack()  # what is removed from the model at the end
 
     @property
-    def _of(self) -> Answered:
+    def _of(self) -> Any:
         reader = self._reader()
         assert reader is not None
         return reader
@@ -124,13 +87,12 @@ class LentAnswer:
         return fixed and self.may_be_static
 
     def look(self, run: PassRun, given: dict[str, Any]) -> None:
-        """Find out from an answer's first token whether the next ones need hooks.
-
-        Args:
-            run: The pass of a forward, which has ended.
-            given: The arguments with which the model called its decoder, by name.
-        """
-        if self.most is not None and run.made.keys is KeyUse.APPEND and run.at.reach.count == 1:
+        """Find out from an answer's first token whether the next ones need hooks."""
+        if (
+            self.most is not None
+            and run.made.at_queries.keys is KeyUse.APPEND
+            and run.at.reach.count == 1
+        ):
             self._may_begin = needs_no_hooks(run, given, self.most)
             self.most = self.most if self._may_begin else None  # later tokens need hooks too
 
@@ -175,9 +137,6 @@ class LentAnswer:
         Returns:
             For a prompt, the same mask. For a decoded token, a placeholder ``[1, 1, 1, 1]``, since
             every layer has a mask of its own.
-
-        Raises:
-            ValueError: The mask does not fit the tokens seen and one more.
         """
         reader = self._of
         if reader.acts_next:
@@ -230,13 +189,7 @@ class LentAnswer:
         return 0 if self.cache is None else self._lent[index].length - self._lent[index].start
 
     def mask_sizes(self, query_len: int, index: int, seen: int) -> tuple[int, int] | None:
-        """Return the key length and key offset of a layer's next mask; None between answers.
-
-        Args:
-            query_len: Number of the new tokens.
-            index: Index of the layer.
-            seen: Number of columns seen.
-        """
+        """Return the key length and key offset of a layer's next mask; None between answers."""
         if self.cache is None or self.static is not None:
             return None
         kept = self._lent[index].length
@@ -246,12 +199,6 @@ class LentAnswer:
         """Update the layers and the record of seen tokens by the tokens written since.
 
         A token that not every layer has written yet does not count.
-
-        Args:
-            drops_last: Whether the last token does not count either.
-
-        Raises:
-            CacheInUseError: Another thread decodes, and may be writing.
         """
         reader = self._of
         if self.cache is None:
@@ -314,17 +261,11 @@ class LentAnswer:
 
 
 def needs_no_hooks(run: PassRun, given: dict[str, Any], most: int) -> bool:
-    """True if the tokens after this decoded token can be read without hooks on the model.
-
-    Args:
-        run: The pass that has read the token.
-        given: The arguments with which the model called its decoder, by name.
-        most: The largest number of tokens to come.
-    """
+    """True if the tokens after this decoded token can be read without hooks on the model."""
     call, at, made = run.call, run.at, run.made
     model, end = call.model, at.before.seen + most
     return (
-        type(run.made.at_queries) is Ignore
+        type(run.made.at_queries) is AtQueries
         and not (call.own_masks or at.reach.padded)
         and call.attended is None
         and call.implementation == "sdpa"
@@ -348,12 +289,7 @@ def _grows_alone(index: int, layer: PolicyLayer, attention: LayerAttention) -> b
 
 
 def moved_positions(arguments: dict[str, Any], tokens: SeenTokens) -> dict[str, Any]:
-    """Return a decoder's arguments with positions that do not count tokens left out by a restart.
-
-    Args:
-        arguments: By name.
-        tokens: The tokens seen before.
-    """
+    """Return a decoder's arguments with positions that skip the tokens left out by a restart."""
     given = arguments.get("position_ids")
     if tokens.skipped is None or given is None:
         return arguments

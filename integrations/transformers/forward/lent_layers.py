@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -16,8 +16,8 @@ from kvpolicy.integrations.transformers.state.storage import Plain
 from kvpolicy.integrations.transformers.surface import DynamicLayer, StaticLayer
 
 
-class Lent(Protocol):
-    """A protocol for a layer that holds what a layer of a policy cache has lent to it.
+class Lent:
+    """A base class for a layer that holds what a layer of a policy cache has lent to it.
 
     Attributes:
         start: Number of slots of which the cache's layer knows.
@@ -28,22 +28,19 @@ class Lent(Protocol):
     @property
     def length(self) -> int:
         """The number of slots per row and head, padding included."""
+        raise NotImplementedError
 
     def give(self, layer: PolicyLayer, length: int) -> None:
         """Let the cache's layer hold the first ``length`` slots."""
+        raise NotImplementedError
 
     def lend(self, layer: PolicyLayer) -> None:
         """Let the cache's layer forget its keys and values, so that they are not held twice."""
-
-
-class _Growing:
-    def lend(self, layer: PolicyLayer) -> None:
-        """See `Lent.lend`."""
         if layer.contents.held is not None:
             layer.contents = attrs.evolve(layer.contents, held=None)
 
 
-class LentKeys(_Growing, DynamicLayer):  # type: ignore[misc]
+class LentKeys(Lent, DynamicLayer):  # type: ignore[misc]
     """A layer that grows, for rows and heads that hold equally many tokens.
 
     Args:
@@ -70,7 +67,7 @@ class LentKeys(_Growing, DynamicLayer):  # type: ignore[misc]
         self.start = length
 
 
-class LentBuffers(StaticLayer):  # type: ignore[misc]
+class LentBuffers(Lent, StaticLayer):  # type: ignore[misc]
     """A layer of a fixed size: the cache layer's own buffers, with its room behind the slots held.
 
     Args:
@@ -102,7 +99,7 @@ class LentBuffers(StaticLayer):  # type: ignore[misc]
         """See `Lent.lend`: both hold the same buffers."""
 
 
-class LentHeads(_Growing):
+class LentHeads(Lent):
     """A layer that grows, for heads that hold different numbers of tokens.
 
     Each head of each row has a `DynamicLayer` without padding, so that its attention needs no mask.
@@ -150,11 +147,7 @@ class LentHeads(_Growing):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the attention of one new token per row; see the class for other calls.
-
-        Raises:
-            UnsupportedGenerationError: There are several tokens.
-        """
+        """Compute the attention of one new token per row; see the class for other calls."""
         if key is not self.given:
             return self._own_function(module, query, key, *rest, **kwargs)
         if query.shape[2] != 1:

@@ -9,6 +9,7 @@ Only outputs that nobody reads are left out, so that all others are the same as 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import attrs
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from kvpolicy.integrations.transformers.forward.blocks import block_len
+from kvpolicy.integrations.transformers.forward.blocks import block_len, in_blocks
 from kvpolicy.integrations.transformers.model.masks import FLASH, Mask, Visibility
 from kvpolicy.integrations.transformers.model.routing import Attend
 from kvpolicy.interfaces import PropagationPolicy
@@ -86,22 +87,13 @@ class Narrowed:
         ends = (self.slots.amax(dim=0) + 1).tolist()
         heads = 1 if self.valid is None or self.valid.shape[1] == 1 else query.shape[1]
         count = block_len(query, self.keys.shape[2], heads, self.implementation)
-        outputs = []
-        # The longest block first, so that the others fit into the memory that it frees.
-        for start in reversed(range(0, len(ends), count)):
-            stop = min(start + count, len(ends))
-            seen = ends[stop - 1]
-            mask = self._mask(slice(start, stop), seen, query)
-            output, _ = attend(
-                module,
-                query[:, :, start:stop],
-                self.keys[:, :, :seen],
-                self.values[:, :, :seen],
-                mask,
-                **kwargs,
-            )
-            outputs.append(output)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs[::-1], dim=1)
+
+        def seen_by(block: slice) -> tuple[slice, Mask]:
+            seen = ends[block.stop - 1]
+            return slice(seen), self._mask(block, seen, query)
+
+        run = functools.partial(attend, module, **kwargs)
+        return in_blocks(run, query, self.keys, self.values, count, seen_by)
 
     def _mask(self, block: slice, seen: int, query: Tensor) -> Mask:
         slots = self.slots[:, block]

@@ -14,65 +14,53 @@ from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
-@attrs.frozen(eq=False)
-class InputOrder:
-    """A rule that puts a forward's output back into the order of the input's columns.
+def in_input_order(
+    output: Any,
+    tokens: SeenTokens,
+    columns: Tensor | None,
+    propagated: dict[int, Tensor],
+    attended: AttendedKeys | None,
+) -> Any:
+    """Return a decoder's output with its tokens back in the order of the input.
+
+    Hidden states after tokens were dropped are left unchanged, in the order of the tokens that were
+    passed on. Attention weights are by input column, where nothing was evicted.
 
     Args:
+        output: The decoder's output.
         tokens: The tokens seen, those of the forward included.
         columns: ``[batch, new_len]`` int64, the order in which the input's columns were read; None
             if it is the order of the input.
         propagated: For each layer that dropped tokens, the tokens it passed on.
         attended: The keys each layer attended to; None if attention weights are not asked for.
     """
-
-    tokens: SeenTokens
-    columns: Tensor | None
-    propagated: dict[int, Tensor]
-    attended: AttendedKeys | None
-
-    def restored(self, output: Any) -> Any:
-        """Return a decoder's output with its tokens back in the order of the input.
-
-        Hidden states after tokens were dropped are left unchanged, in the order of the tokens that
-        were passed on.
-        """
-        output = self._with_attentions(output)
-        return output if self.columns is None else _changed(output, self._last, self._each)
-
-    def _with_attentions(self, output: Any) -> Any:
-        """Return the output with attention weights by input column, where nothing was evicted."""
-        if self.attended is None:
-            return output
-        how = self.tokens, self.columns
-        if isinstance(output, tuple):
-            # Hidden states have three axes, attention weights four.
-            return tuple(
-                self.attended.in_columns(part, *how)
-                if isinstance(part, tuple) and all(getattr(each, "ndim", 0) == 4 for each in part)
-                else part
-                for part in output
-            )
-        if output.get("attentions") is not None:
-            output["attentions"] = self.attended.in_columns(output["attentions"], *how)
+    if attended is not None and isinstance(output, tuple):
+        # Hidden states have three axes, attention weights four.
+        output = tuple(
+            attended.in_columns(part, tokens, columns)
+            if isinstance(part, tuple) and all(getattr(each, "ndim", 0) == 4 for each in part)
+            else part
+            for part in output
+        )
+    elif attended is not None and output.get("attentions") is not None:
+        output["attentions"] = attended.in_columns(output["attentions"], tokens, columns)
+    if columns is None:
         return output
+    back, count = columns.argsort(dim=1), columns.shape[1]
 
-    def _last(self, hidden: Tensor) -> Tensor:
-        assert self.columns is not None
-        whole = hidden.shape[1] == self.columns.shape[1]
-        return self._moved_back(hidden) if whole and not self.propagated else hidden
+    def last(hidden: Tensor) -> Tensor:
+        whole = hidden.shape[1] == count
+        return take_columns(hidden, back) if whole and not propagated else hidden
 
-    def _each(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
+    def of_layers(states: tuple[Any, ...]) -> tuple[Any, ...]:
         """Put the hidden states of all layers before the first drop back into input order."""
         if any(each is not None and getattr(each, "ndim", 0) != 3 for each in states):
             return states
-        whole = 1 + min(self.propagated, default=len(states))
-        restored = (None if each is None else self._moved_back(each) for each in states[:whole])
+        whole = 1 + min(propagated, default=len(states))
+        restored = (None if each is None else take_columns(each, back) for each in states[:whole])
         return (*restored, *states[whole:])
 
-    def _moved_back(self, hidden: Tensor) -> Tensor:
-        assert self.columns is not None
-        return take_columns(hidden, self.columns.argsort(dim=1))
+    return _changed(output, last, of_layers)
 
 
 @attrs.frozen

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Generator
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -19,11 +19,10 @@ from kvpolicy.integrations.transformers.forward.added_features import AddedFeatu
 from kvpolicy.integrations.transformers.forward.attending import LayerAttention
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.indexers import new_places
-from kvpolicy.integrations.transformers.forward.layer_arguments import cut_alike, cut_arguments
 from kvpolicy.integrations.transformers.forward.narrowing import Narrowed, few_go_on
 from kvpolicy.integrations.transformers.forward.output_order import (
     Filling,
-    InputOrder,
+    in_input_order,
     without_states,
 )
 from kvpolicy.integrations.transformers.forward.packed_attention import Unpacked
@@ -32,11 +31,11 @@ from kvpolicy.integrations.transformers.forward.passes import (
     Pass,
     PassEnded,
     PassState,
-    may_narrow,
 )
+from kvpolicy.integrations.transformers.forward.reaching import cut_alike, cut_arguments
 from kvpolicy.integrations.transformers.model import routing
-from kvpolicy.integrations.transformers.model.attachment import Forward
-from kvpolicy.integrations.transformers.model.masks import FLASH
+from kvpolicy.integrations.transformers.model.attachment import AroundLayer
+from kvpolicy.integrations.transformers.model.masks import FLASH, Spans
 from kvpolicy.integrations.transformers.model.routing import (
     Attend,
     AttentionInputs,
@@ -46,18 +45,6 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_slots
-
-
-class LayersBehind(Protocol):
-    """A protocol for the layers behind a stage, which read the tokens that go on."""
-
-    propagated: dict[int, Tensor]
-
-    def layer(self, main: PassRun, index: int, module: nn.Module, forward: Forward) -> Any:
-        """Run a layer for the run that the decoder calls; return the layer's output."""
-
-    def finish(self, main: PassRun) -> SeenTokens:
-        """End the last layer; return the new record of seen tokens."""
 
 
 class PassRun:
@@ -86,14 +73,14 @@ class PassRun:
         held: The hidden states that go into the next stage; None before they are known.
         attended: Keys and values of the layer inside which the stage has ended, and which of them
             are tokens (None: all); None if it ends behind a layer.
-        later: The layers behind the stage, once it is known which tokens reach them.
+        later: The `LaterLayers` behind the stage, once it is known which tokens reach them.
         updated: The layers that have used the cache.
         part: The run of ``later`` whose layer is under way; None if it is this run's.
         given: What the decoder gives the stage's layers, by index, if it was asked before they run.
     """
 
     def __init__(self, call: Call, layers: list[PolicyLayer], made: Pass) -> None:
-        if made.keys is KeyUse.DISCARD:
+        if made.at_queries.keys is KeyUse.DISCARD:
             own_masks = call.own_masks and made.in_prompt
             call = attrs.evolve(call, attended=None, own_masks=own_masks)
         self.call, self.made = call, made
@@ -105,11 +92,11 @@ class PassRun:
         self.pending: tuple[Tensor, Tensor] | None = None
         self.seen: tuple[Tensor, Tensor] | None = None
         self._queries, self._reach, self._masks = made.at_queries, at.reach, at.masks
-        self._appends = appends = made.keys is KeyUse.APPEND
+        self._appends = appends = made.at_queries.keys is KeyUse.APPEND
         self.stage = made.stage
         self.held: Tensor | None = None
         self.attended: tuple[Tensor, Tensor, Tensor | None] | None = None
-        self.later: LayersBehind | None = None
+        self.later: Any = None
         self.part: PassRun | None = None
         self.given: dict[int, tuple[Tensor, dict[str, Any]]] = {}
         self.updated: set[int] = set()
@@ -117,7 +104,7 @@ class PassRun:
         # columns that were asked for would then be confused with later tokens.
         moved = made.incoming.order is not None
         self._keep_last = None if moved and call.keep_last != 1 else call.keep_last
-        self._may_narrow = may_narrow(call, made, at.masks, self._keep_last)
+        self._may_narrow = self._narrowing()
         self._looking = False  # whether a layer is run until its queries are known
         self.attention = LayerAttention(call, made, at)
         self.columns = self.attention.columns
@@ -138,63 +125,52 @@ class PassRun:
         known = plain and spares and call.model.quirks.spares_masks and not refills
         self.alone = self._queries.left_alone(at) if known else frozenset[int]()
 
-    def collect(self, decoder: nn.Module) -> None:
-        """Ask the decoder what it gives the layers of the run's stage, which do not run yet."""
-        decoder.forward(**self.made.incoming.arguments)
+    def _narrowing(self) -> frozenset[int]:
+        """Return the layers that may compute output for only some of their tokens."""
+        call, made = self.call, self.made
+        if not (call.narrows and made.in_prompt) or made.ends_inside is not None:
+            return frozenset()
+        last = len(self.layers) - 1
+        found = call.model.acting - {last} if made.narrows else frozenset[int]()
+        if self._keep_last is not None and (self.stage is None or self.stage.is_output):
+            found |= {last}
+        return frozenset(index for index in found if self._masks.may_narrow(index))
 
-    def _collected(
-        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
-    ) -> Any:
-        if index == 0:
-            self._reach.check(module, hidden)
-        if self.stage is not None and index in self.stage.stage.layers:
-            self.given[index] = hidden, kwargs
+    def _collected(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
+        if around.index == 0:
+            self._reach.check(around.module, hidden)
+        if self.stage is not None and around.index in self.stage.stage.layers:
+            self.given[around.index] = hidden, kwargs
         return self.call.model.form.of(hidden)
 
-    def layer(
-        self,
-        index: int,
-        module: nn.Module,
-        forward: Forward,
-        hidden: Tensor,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a layer for all that reaches it; see `LayerCallbacks`.
+    def layer(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
+        """Run a layer for all that reaches it; return what the next layer gets.
 
         While chunks of a prompt arrive, layers behind the first drop return at once.
         """
         if self.part is not None:
-            return self.part._collected(index, module, hidden, kwargs)
+            return self.part._collected(around, hidden, kwargs)
         if self.made.around is not None:
-            return self.made.around(self, index, module, forward, hidden, kwargs)
+            return self.made.around(self, around, hidden, kwargs)
         if self.stage is None:
-            return self.run_layer(index, module, forward, hidden, kwargs)
+            return self.run_layer(around, hidden, kwargs)
         last, then = self.stage.stage.last, self.made.then
-        if index <= last:
-            output = self.run_layer(index, module, forward, hidden, kwargs)
-            if then is None or index < last or not self.stage.looks:
+        if around.index <= last:
+            output = self.run_layer(around, hidden, kwargs)
+            if then is None or around.index < last or not self.stage.looks:
                 return output
         elif then is None:
             return self.call.model.form.of(hidden)
         if self.later is None:
             assert then is not None
             self.later = then(self)
-        return self.later.layer(self, index, module, forward)
+        return self.later.layer(self, around)
 
-    def run_layer(
-        self,
-        index: int,
-        module: nn.Module,
-        forward: Forward,
-        hidden: Tensor,
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run_layer(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
         """Run a layer for the tokens of this run that reach it; return what the next layer gets.
 
         Args:
-            index: Index of the layer.
-            module: The layer.
-            forward: Runs the layer.
+            around: The layer.
             hidden: ``[batch, new_len, hidden]``, its input.
             kwargs: Its other arguments, by name.
 
@@ -204,12 +180,13 @@ class PassRun:
                 of the cache.
             PassEnded: The pass ends inside this layer.
         """
-        layer, features, stage = self.layers[index], self.made.features, self.stage
+        index, features, stage = around.index, self.made.features, self.stage
+        layer = self.layers[index]
         if index == 0:
-            self._reach.check(module, hidden)
+            self._reach.check(around.module, hidden)
         if self._filling is not None and self._reach.slots is not None:
             hidden = self._reach.taken(hidden, self._reach.slots)
-        own = self._masks.own_block(kwargs) if self._masks.may_be_own else None
+        own = self._masks.own(kwargs) if self._masks.may_be_own else None
         if stage is not None:
             self._check_parts(hidden, own)
         if stage is not None and stage.resumed is not None and index == stage.stage.first:
@@ -220,29 +197,29 @@ class PassRun:
             if self.made.no_later and own is not None:
                 raise UnsupportedModelError(self.made.no_later)
             if self._probe is not None and layer.attends:
-                self._probe.enter(index, module, layer, hidden, kwargs, **self._places)
+                self._probe.enter(around, layer, hidden, kwargs, **self._places)
             if stage is not None and stage.looks and index == stage.stage.last:
-                return self._end_inside(index, forward, hidden, kwargs)
+                return self._end_inside(around, hidden, kwargs)
             if index == 0:
                 self._masks.check_order(kwargs, in_chunks=bool(self.made.missing))
             if index in self._may_narrow and self._narrows(index, kwargs):
-                hidden, kwargs = self._narrowed(index, forward, hidden, kwargs)
+                hidden, kwargs = self._narrowed(around, hidden, kwargs)
             else:
                 if layer.indexed is not None:
                     layer.indexed.taking = functools.partial(self.update_index, index)
                 kwargs = self.attention.arguments(index, layer, hidden, kwargs)
-        output = forward(hidden, **kwargs)
+        output = around.forward(hidden, **kwargs)
         if not self.call.model.form.known:
             self.call.model.form.note(output)
         if self.pending is not None:
             raise UnsupportedModelError(
                 "model must give an attention function the keys of the cache, or something "
-                f"computed from each of them, but {type(module).__name__} at {index} did not; the "
-                "policy saw no queries"
+                f"computed from each of them, but {type(around.module).__name__} at {index} did "
+                "not; the policy saw no queries"
             )
         return self._left(index, output) if self.made.in_prompt else output
 
-    def _check_parts(self, hidden: Tensor, own: Tensor | None) -> None:
+    def _check_parts(self, hidden: Tensor, own: Spans | None) -> None:
         if hidden.ndim != 3 or own is not None:
             raise UnsupportedModelError(
                 "a prompt must come in one forward if tokens see later ones or hidden states "
@@ -254,7 +231,7 @@ class PassRun:
 
     def _narrows(self, index: int, kwargs: dict[str, Any]) -> bool:
         new_len, last = self._reach.valid.shape[1], len(self.layers) - 1
-        if self._masks.own_block(kwargs) is not None:
+        if self._masks.own(kwargs) is not None:
             return False
         if index == last:
             return self._keep_last is not None and self._keep_last < new_len
@@ -262,12 +239,12 @@ class PassRun:
         return few_go_on(propagation, index, len(self.layers), max(self.at.seen_len), new_len)
 
     def _narrowed(
-        self, index: int, forward: Forward, hidden: Tensor, kwargs: dict[str, Any]
+        self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """Let the policy choose in a layer's first run; return the arguments of its second run."""
         here = self._reach.arguments(kwargs)
-        valid = self._look(index, forward, hidden, here)
-        slots = self._going_on(index)
+        valid = self._look(around, hidden, here)
+        slots = self._going_on(around.index)
         assert self.seen is not None
         keys, values = self.seen
         new_len = hidden.shape[self._reach.token_axis(hidden)]
@@ -277,9 +254,7 @@ class PassRun:
         self.attention.note_places(here)
         return self._reach.taken(hidden, slots), here
 
-    def _look(
-        self, index: int, forward: Forward, hidden: Tensor, kwargs: dict[str, Any]
-    ) -> Tensor | None:
+    def _look(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """Run a layer just until its queries and keys are known and the policy has seen them.
 
         In a stage, the first layer that ever runs is run whole, to learn what layers return.
@@ -287,14 +262,14 @@ class PassRun:
         Returns:
             ``[batch, 1 or kv_heads, key_len]`` bool, which of its keys are tokens; None if all are.
         """
-        layer = self.layers[index]
-        self.attention.inside = index
+        layer = self.layers[around.index]
+        self.attention.inside = around.index
         self._masks.enter(layer)
         valid = self._masks.valid_slots(layer)
         self.attention.note_places(kwargs)
         self._looking = True
         try:
-            self.call.model.form.note(forward(hidden, **{**kwargs, "attention_mask": None}))
+            self.call.model.form.note(around.forward(hidden, **{**kwargs, "attention_mask": None}))
         except PassEnded:
             pass
         finally:
@@ -312,11 +287,9 @@ class PassRun:
             return slots
         return slots[:, max(slots.shape[1] - self._keep_last, 0) :]
 
-    def _end_inside(
-        self, index: int, forward: Forward, hidden: Tensor, kwargs: dict[str, Any]
-    ) -> Any:
+    def _end_inside(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
         """End the stage inside its last layer, once the layer's queries and keys are known."""
-        valid = self._look(index, forward, hidden, self._reach.arguments(kwargs))
+        valid = self._look(around, hidden, self._reach.arguments(kwargs))
         assert self.seen is not None
         self.held = hidden
         if not self._appends:
@@ -363,7 +336,7 @@ class PassRun:
         elif waits or self.call.model.temperatures[index] is not None:
             assert module is not None
             self.pending = keys, values
-            routing.waiting.set((self, index, module))
+            routing.waiting.set((self, index, module, keys))
         return keys, values
 
     def _taken_in(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -374,7 +347,8 @@ class PassRun:
         if self._appends and index not in self._queries.holding_anew:
             keys, values = layer.append(keys, values, self.at.before, self.made.missing)
         else:
-            keys, values = layer.join(keys, values)
+            if layer.contents.held is not None:
+                keys, values = layer.join(keys, values)
             order = self._masks.order
             if order is not None:
                 keys, values = gather_slots(keys, order), gather_slots(values, order)
@@ -396,18 +370,6 @@ class PassRun:
         """Note that a recurrent layer has used the cache, by reading or writing its state."""
         self.updated.add(index)
 
-    def waits_for(self, keys: Tensor, *, own: bool) -> bool:
-        """True if these keys are the ones that `update` gave to the layer that attends now.
-
-        A module with latent attention computes its keys from the tensors it got, one key for each
-        token; see `AttentionCallbacks`.
-        """
-        if self.pending is None:
-            return False
-        given = self.pending[0]
-        alike = (keys.shape[0], keys.shape[-2]) == (given.shape[0], given.shape[-2])
-        return keys is given or (own and alike)
-
     def attend(
         self,
         index: int,
@@ -417,11 +379,7 @@ class PassRun:
         mask: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute a layer's attention and show the policy its queries; see `AttentionCallbacks`.
-
-        Raises:
-            PassEnded: The queries are all that was needed.
-        """
+        """Compute a layer's attention by its own function, and show the policy its queries."""
         if index in self.alone:
             read = inputs.queries, inputs.keys, inputs.values
             output = attend(module, *read, mask, **kwargs)
@@ -454,12 +412,7 @@ class PassRun:
     # After a layer, and after the last.
 
     def _left(self, index: int, output: Any) -> Any:
-        """Return a layer's output, cut to the tokens that the next layer gets.
-
-        Raises:
-            UnsupportedModelError: In a stage, the layer returns another tensor with an entry for
-                each token.
-        """
+        """Return a layer's output, cut to the tokens that the next layer gets."""
         hidden, *others = output if isinstance(output, tuple) else (output,)
         if self.stage is not None and others:
             self._check_others(index, hidden, others)
@@ -510,12 +463,7 @@ class PassRun:
         self.propagated[index] = self._reach.positions
 
     def finish(self) -> SeenTokens:
-        """Check that every layer used the cache; return the new record of seen tokens.
-
-        Raises:
-            UnsupportedModelError: A layer did not use the cache, as with gradient checkpointing.
-            ValueError: See `AtQueries.finish`.
-        """
+        """Check that every layer used the cache; return the new record of seen tokens."""
         stage, everything = self.stage, range(len(self.layers))
         own = everything if stage is None else stage.stage.layers
         tokens = self._queries.finish(self.at) if own else self.tokens
@@ -529,20 +477,15 @@ class PassRun:
                 "update it; gradient checkpointing has to be off"
             )
         if self.later is not None:
-            tokens = self.later.finish(self)
+            tokens = self.later.finish()
             self.propagated |= self.later.propagated
-        if stage is None or not self._appends:
-            follow(self.layers, tokens)
-        elif stage.begun is not None:  # later layers hold nothing of the prompt yet
-            follow(self.layers[: own.stop], tokens)
-            none = stage.begun.appended, stage.begun.appended_ids
-            waiting = attrs.evolve(tokens, appended=none[0], appended_ids=none[1])
-            follow(self.layers[own.stop :], waiting)
+        # Layers behind a stage hold nothing of the prompt before it has ended.
+        follow(self.layers[own.start : own.stop] if self._appends else self.layers, tokens)
         self.tokens = tokens
         return tokens
 
     def in_order(self, output: Any) -> Any:
-        """Return the decoder's output with tokens in the order of the input; see `InputOrder`.
+        """Return the decoder's output with tokens in the order of the input.
 
         The hidden states are those of the tokens that reached the end.
         """
@@ -551,7 +494,7 @@ class PassRun:
         if self.stage is not None and not self.stage.is_output and self.later is None:
             output = without_states(output)  # it is not yet known which are passed on
         order = None if self.later is not None else self.made.incoming.order
-        return InputOrder(self.tokens, order, self.propagated, self.call.attended).restored(output)
+        return in_input_order(output, self.tokens, order, self.propagated, self.call.attended)
 
 
 # Is sent the run of every pass that it yields.

@@ -20,7 +20,7 @@ from kvpolicy.integrations.transformers.forward.layer_masks import LayerMasks
 from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
 from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens
 from kvpolicy.integrations.transformers.forward.stage import StagePiece
-from kvpolicy.integrations.transformers.model.rotary import Gapless, LayerRotary
+from kvpolicy.integrations.transformers.model.rotary import Gapless
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -63,7 +63,8 @@ class PassState:
         self.policy = call.model.policy
         incoming, stage = made.incoming, made.stage
         self.before = incoming.tokens
-        self.reach = ReachingTokens(incoming, padded=incoming.tokens.padded or incoming.padded)
+        padded = incoming.tokens.padded or incoming.padded
+        self.reach = ReachingTokens(incoming, padded=padded, counts_held=stage is None)
         later = None if stage is None else stage.tokens
         if later is None:
             tokens = incoming.tokens.extended(
@@ -71,7 +72,7 @@ class PassState:
                 incoming.columns,
                 ids=incoming.ids,
                 padded=incoming.padded,
-                acts=made.keys is not KeyUse.APPEND,
+                acts=made.at_queries.keys is not KeyUse.APPEND,
                 skipped=incoming.skipped,
                 kinds=incoming.kinds,
                 bounded=made.at_queries.bounded,
@@ -85,7 +86,6 @@ class PassState:
         self.started = incoming.tokens.lengths > 0
         if stage is not None and stage.started is not None:
             self.started = stage.started
-        self.counts_held = stage is None  # layers of stages may hold other tokens than is known
         self.masks = LayerMasks(
             call,
             layers,
@@ -107,23 +107,15 @@ class PassState:
         """The number of tokens seen in each row, the current pass's tokens included."""
         return tuple(self.tokens.lengths.tolist())
 
-    def held_len(self, layer: PolicyLayer) -> tuple[int, ...] | None:
-        """See ``held_len`` of `LayerContext`."""
-        return self.reach.seen_by(layer) if self.counts_held else None
-
-    def rotary_of(self, layer: PolicyLayer) -> LayerRotary:
-        """Return the rotary embedding with which a layer rotates keys in this pass."""
-        assert layer.facts.turns is not None
-        return LayerRotary(layer.facts.turns, self.gapless)
-
 
 class AtQueries:
     """A base class for what a pass does at each layer with the layer's queries and keys.
 
-    By itself it does nothing. Its subclasses are `Ignore`, `Remember`, `Select`, `ChooseTokens`,
-    `ScoreChunk` and `Bound`.
+    By itself it does nothing but append the new keys and values. Its subclasses are `Remember`,
+    `Select`, `ChooseTokens`, `ScoreChunk` and `Bound`.
 
     Attributes:
+        keys: What becomes of the keys and values that the pass makes.
         asks: Whether parts of the policy look at layers, now or at the end of the prompt.
         bounded: Whether the tokens of the pass belong to a bounded answer.
         padding_first: Whether keys are to be shown with each row's padding before its tokens.
@@ -132,6 +124,7 @@ class AtQueries:
         holding_anew: The layers that hold other slots once observed, and so need not append.
     """
 
+    keys = KeyUse.APPEND
     holding_anew: frozenset[int] = frozenset()
     asks = False
     bounded = False
@@ -177,18 +170,14 @@ class AtQueries:
         return at.tokens
 
 
-class Ignore(AtQueries):
-    """A pass's choice to do nothing at any layer but append the new keys and values."""
-
-
 @attrs.frozen(eq=False)
 class Pass:
     """A plan for one run of the decoder: its tokens, and what to do with their keys.
 
     Args:
         incoming: Its tokens, and the decoder's arguments.
-        keys: What becomes of the keys and values that it makes.
-        at_queries: What is done in a layer, once its queries and keys are known.
+        at_queries: What is done in a layer, once its queries and keys are known, and what becomes
+            of its keys.
         in_prompt: Whether its tokens belong to a prompt.
         main: Whether it is the run that the model itself has called; the cache calls all others.
         narrows: Whether layers that pass on few tokens may be run for these only. Otherwise only
@@ -208,7 +197,6 @@ class Pass:
     """
 
     incoming: Incoming
-    keys: KeyUse
     at_queries: AtQueries
     in_prompt: bool = True
     main: bool = False
@@ -223,21 +211,3 @@ class Pass:
     propagated: dict[int, Tensor] = attrs.field(factory=dict)
     then: Callable[[Any], Any] | None = None
     around: Callable[..., Any] | None = None
-
-
-def may_narrow(call: Call, made: Pass, masks: LayerMasks, keep_last: int | None) -> frozenset[int]:
-    """Return the indices of the layers that may compute output for only some of their tokens.
-
-    Args:
-        call: What the forward asks for.
-        made: The pass.
-        masks: Its masks.
-        keep_last: Number of last tokens whose outputs are asked for; None for all.
-    """
-    if not (call.narrows and made.in_prompt) or made.ends_inside is not None:
-        return frozenset()
-    last = len(masks.windows) - 1
-    ends = keep_last is not None and (made.stage is None or made.stage.is_output)
-    acting = call.model.acting - {last} if made.narrows else frozenset[int]()
-    found = acting | ({last} if ends else frozenset[int]())
-    return frozenset(index for index in found if masks.may_narrow(index))

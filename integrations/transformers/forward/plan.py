@@ -11,14 +11,13 @@ from torch import Tensor
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.chunks import Chunks, Remember
 from kvpolicy.integrations.transformers.forward.decoding.bounded import Bound
-from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV, choose
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
 from kvpolicy.integrations.transformers.forward.pass_run import Passes
-from kvpolicy.integrations.transformers.forward.passes import Ignore, KeyUse, Pass
+from kvpolicy.integrations.transformers.forward.passes import AtQueries, Pass
 from kvpolicy.integrations.transformers.forward.restart import choosing_pass, chosen_tokens
 from kvpolicy.integrations.transformers.forward.second_reading import SecondReading
-from kvpolicy.integrations.transformers.forward.selecting import Select
+from kvpolicy.integrations.transformers.forward.selecting import DeferredKV, Select, choose
 from kvpolicy.integrations.transformers.forward.staging import StagedPrefill
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 
@@ -66,8 +65,8 @@ class Arrival:
         return self._prompt(self.incoming) if self.ends else self._chunk()
 
     def _append(self) -> Passes:
-        queries = Ignore() if self.call.model.policy.decoding is None else Bound()
-        yield Pass(self.incoming, KeyUse.APPEND, queries, in_prompt=False, main=True)
+        queries = AtQueries() if self.call.model.policy.decoding is None else Bound()
+        yield Pass(self.incoming, queries, in_prompt=False, main=True)
 
     def _prompt(
         self,
@@ -78,7 +77,6 @@ class Arrival:
         select = Select(self.chunks)
         run = yield Pass(
             incoming,
-            KeyUse.SELECT,
             select,
             main=True,
             narrows=not self.call.model.restarts,
@@ -115,7 +113,6 @@ class Arrival:
         remember = Remember(self.chunks or Chunks(self.call.model.policy.num_queries))
         run = yield Pass(
             self.incoming,
-            KeyUse.APPEND,
             remember,
             main=True,
             missing=self.missing,

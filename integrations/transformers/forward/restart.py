@@ -17,7 +17,7 @@ from torch import Tensor
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.facts import ModelFacts
 from kvpolicy.integrations.transformers.forward.inputs import OF_TOKENS, Incoming, take_columns
-from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassState
+from kvpolicy.integrations.transformers.forward.passes import Pass, PassState
 from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens
 from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_positions
@@ -28,21 +28,12 @@ def choosing_pass(model: ModelFacts, incoming: Incoming, features: AddedFeatures
 
     It ends inside the filter layer, once the queries and keys of that layer are known. The layer's
     attention and MLP are not computed, and no later layer is.
-
-    Args:
-        model: The model, and a policy whose propagation restarts.
-        incoming: The forward's tokens and those seen before.
-        features: Features to add to hidden states between layers.
-
-    Raises:
-        ValueError: See `check_positions`.
     """
     check_positions(model.policy, incoming)
     (layer,) = model.acting
     propagation = model.policy.propagation
     return Pass(
         incoming,
-        KeyUse.DISCARD,
         ChooseTokens(layer),
         ends_inside=layer,
         features=features,
@@ -96,9 +87,6 @@ def check_positions(policy: CachePolicy, incoming: Incoming) -> None:
     """Check that position ids given by the caller count each row's own tokens from 0.
 
     Only such positions can be continued by a second pass, or by a policy that closes gaps.
-
-    Raises:
-        ValueError: They do not.
     """
     given = incoming.arguments.get("position_ids")
     if given is None:

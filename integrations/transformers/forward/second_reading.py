@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
-from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
 from kvpolicy.integrations.transformers.forward.layer_contexts import layer_context
 from kvpolicy.integrations.transformers.forward.passes import AtQueries, KeyUse, Pass, PassState
+from kvpolicy.integrations.transformers.forward.selecting import DeferredKV
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -44,6 +44,8 @@ class ScoreChunk(AtQueries):
         scored: The layers to score.
         found: The result: saliency by layer, float32 ``[batch, heads, key_len + 1]``.
     """
+
+    keys = KeyUse.DISCARD
 
     def __init__(
         self, span: tuple[int, int], scored: frozenset[int], found: dict[int, Tensor]
@@ -130,14 +132,7 @@ class SecondReading:
         return self.policy.rereading
 
     def passes(self, found: dict[int, Tensor]) -> Generator[Pass, object, None]:
-        """Yield one pass of the decoder for each chunk of the prompt that is read again.
-
-        Args:
-            found: See `ScoreChunk`.
-
-        Raises:
-            UnsupportedModelError: The model has no positions for the repeated tokens.
-        """
+        """Yield one pass of the decoder for each chunk of the prompt that is read again."""
         layers = list(self.layers)
         for index, each in self.waiting.items():
             layers[index] = _holding(each, self.layers[index], self.tokens)
@@ -147,7 +142,6 @@ class SecondReading:
             padded = not bool(valid.all())
             yield Pass(
                 Incoming(arguments, self.tokens, None, valid, valid, padded=padded),
-                KeyUse.DISCARD,
                 ScoreChunk((start, stop), scored, found),
                 in_prompt=False,
                 ends_inside=max(scored),
@@ -227,15 +221,7 @@ def _holding(waiting: DeferredKV, layer: PolicyLayer, tokens: SeenTokens) -> Pol
 
 
 def check_layers(policy: CachePolicy, layers: list[PolicyLayer]) -> None:
-    """Check that all layers of a model can wait to choose until every layer is scored.
-
-    Args:
-        policy: A policy that `decides_later`.
-        layers: The layers of the cache.
-
-    Raises:
-        UnsupportedModelError: A layer cannot.
-    """
+    """Check that all layers of a model can wait to choose until every layer is scored."""
     again = policy.rereading is not None
     unlike = [
         index
@@ -258,11 +244,7 @@ def check_layers(policy: CachePolicy, layers: list[PolicyLayer]) -> None:
 
 
 def check_tokens(policy: CachePolicy, incoming: Incoming) -> None:
-    """Check that a prompt can be read again from its token ids: known, and without images.
-
-    Raises:
-        UnsupportedGenerationError: Its ids are unknown, or it has images.
-    """
+    """Check that a prompt can be read again from its token ids: known, and without images."""
     seen, remedy = incoming.tokens, f"use a policy without the second reading of {policy}"
     known = incoming.ids is not None and not bool(((seen.ids < 0) & seen.valid).any())
     if not known:

@@ -1,6 +1,16 @@
-"""Let the policy act on a prompt: layers select keys, and pass tokens on."""
+"""Let the policy act on a prompt: layers select keys, and pass tokens on.
+
+If a selector decides for all layers together, or if the policy reads its prompt twice, layers hold
+the whole prompt until every layer is scored. The keys and values to choose among are held apart
+from the layer, with an outline of its context but without queries. Once the decoder's output is
+known, `choose` stores what each layer keeps. Where a sliding window bounds a row of a layer, there
+is nothing to choose. A layer behind a drop has fewer tokens, and so gets a smaller part of the
+budget, which is the sum of what every head would keep by itself.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import attrs
 import torch
@@ -9,6 +19,7 @@ from torch import Tensor
 from kvpolicy.context import LayerContext
 from kvpolicy.decision import Decision
 from kvpolicy.declarations import declares
+from kvpolicy.deferred_selection import DeferredLayer
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.chunks import AtEnd, Chunks
 from kvpolicy.integrations.transformers.forward.closing_gaps import closed_up, without_gaps
@@ -16,40 +27,41 @@ from kvpolicy.integrations.transformers.forward.decoding.choosing import (
     WindowSurvivors,
     carried_for,
 )
-from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV
-from kvpolicy.integrations.transformers.forward.history import History
-from kvpolicy.integrations.transformers.forward.passes import PassState
+from kvpolicy.integrations.transformers.forward.layer_contexts import History
+from kvpolicy.integrations.transformers.forward.passes import KeyUse, PassState
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.layer_inputs import DecodingInputs
+from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_positions, gather_slots
 
 
 @attrs.frozen(eq=False)
-class _Candidates:
-    """The keys and values of one layer, from which the policy chooses what to keep.
+class DeferredKV:
+    """The keys and values of a layer that will choose once all layers have been scored.
 
     Args:
-        keys: See `PolicyLayer.store`.
-        values: See `PolicyLayer.store`.
-        positions: See `PolicyLayer.store`.
-        context: What the layer shows the parts of the policy.
+        keys: The keys to choose among; see `PolicyLayer.store`.
+        values: The values to choose among; see `PolicyLayer.store`.
+        positions: Their positions; see `PolicyLayer.store`.
+        undecided: The layer in the form that the policy decides on later.
+        carried: See `PolicyLayer.store`.
+        near: If the policy chooses only in some rows, what a sliding window leaves of the other
+            rows; None if it chooses in all rows.
     """
 
     keys: Tensor
     values: Tensor
     positions: Tensor
-    context: LayerContext
+    undecided: DeferredLayer
+    carried: Tensor | None = None
+    near: WindowSurvivors | None = None
 
-    def deferred(self, decision: Decision, near: WindowSurvivors | None = None) -> DeferredKV:
-        """Return a copy that chooses only after all layers have been scored."""
-        undecided = decision.undecided
-        assert undecided is not None
-        undecided = undecided if near is None else undecided.among(near.short)
-        of_layer = self.keys, self.values, self.positions
-        return DeferredKV(*of_layer, undecided, decision.state, near)
+
+# Keys, values and positions of one layer, from which it chooses; see `PolicyLayer.store`.
+_Held = tuple[Tensor, Tensor, Tensor]
 
 
 class Select(AtEnd):
@@ -63,6 +75,8 @@ class Select(AtEnd):
         waiting: The layers that choose when all layers were scored, by index.
     """
 
+    keys = KeyUse.SELECT
+
     def __init__(self, chunks: Chunks | None = None, history: History | None = None) -> None:
         super().__init__(chunks, history)
         self.waiting: dict[int, DeferredKV] = {}
@@ -75,6 +89,7 @@ class Select(AtEnd):
         policy = at.policy
         asks = policy.decoding is not None or policy.gapless or policy.decides_later
         self._never_asks = not asks and declares(policy.selector, "keeps_all")
+        self._is_tested = policy._is_tested(policy.selector)
 
     def left_alone(self, at: PassState) -> frozenset[int]:
         """See `AtQueries.left_alone`."""
@@ -109,13 +124,13 @@ class Select(AtEnd):
         layer.facts.expands = context._stored is not None
         # Of one head if all heads keep the same tokens.
         positions = context.positions if context._stored is None else context.positions[:, :1]
-        candidates = _Candidates(*stored, positions, context)
+        held = *stored, positions
         if at.policy.rereading is not None and at.call.model.windows[index] is not None:
             window = at.call.model.windows[index]  # a second reading is beyond what it sees
         if window is None:
-            self._choose(at, layer, candidates)
+            self._choose(at, layer, held, context)
         else:
-            self._keep_window(at, layer, candidates, window)
+            self._keep_window(at, layer, held, context, window)
 
     def _keeps_all(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
@@ -127,16 +142,15 @@ class Select(AtEnd):
         plain = layer.plain and inputs.keys.shape[1] == stored[0].shape[1]
         if not plain or (index in model.acting and not model.restarts):
             return False
-        lengths = at.held_len(layer)
+        lengths = at.reach.seen_by(layer)
         return lengths is not None and min(lengths) == stored[0].shape[2]
 
     def _keep_window(
-        self, at: PassState, layer: PolicyLayer, candidates: _Candidates, window: int
+        self, at: PassState, layer: PolicyLayer, held: _Held, context: LayerContext, window: int
     ) -> None:
         """Keep what a layer's sliding window sees; let the policy choose in shorter rows."""
-        context = candidates.context
         near = WindowSurvivors.of(
-            candidates.positions,
+            held[2],
             at.tokens.lengths,
             window,
             at.call.implementation,
@@ -146,19 +160,32 @@ class Select(AtEnd):
         asked = near.leaves_short_rows and at.policy.rereading is None
         decision = self._decision(at, context) if asked else None
         if decision is not None and decision.undecided is not None:
-            self.waiting[context.layer_idx] = candidates.deferred(decision, near)
+            self._wait(held, context, decision, near)
             return
-        of_layer = candidates.keys, candidates.values, candidates.positions
         if decision is None:
             whole = None if near.counts is None else near.counts == context._held_len
-            layer.store(*of_layer, near.kept(None), counts=near.counts, whole=whole)
+            layer.store(*held, near.kept(None), counts=near.counts, whole=whole)
             return
         self.checks.look()
-        layer.store(*of_layer, near.kept(decision.kept), decision.state)
+        layer.store(*held, near.kept(decision.kept), decision.state)
 
-    def _choose(self, at: PassState, layer: PolicyLayer, candidates: _Candidates) -> None:
+    def _wait(
+        self,
+        held: _Held,
+        context: LayerContext,
+        decision: Decision,
+        near: WindowSurvivors | None = None,
+    ) -> None:
+        """Let a layer choose only after all layers have been scored."""
+        undecided = decision.undecided
+        assert undecided is not None
+        undecided = undecided if near is None else undecided.among(near.short)
+        self.waiting[context.layer_idx] = DeferredKV(*held, undecided, decision.state, near)
+
+    def _choose(
+        self, at: PassState, layer: PolicyLayer, held: _Held, context: LayerContext
+    ) -> None:
         """Keep what the policy selects from all keys of a layer."""
-        context = candidates.context
         remembered = context.layer_idx in self.history.layers
         decision = self._decision(at, context, remembered=remembered)
         if remembered:
@@ -166,26 +193,25 @@ class Select(AtEnd):
             self.history = self.history.noted(decision.saliency, context)
         self.passed = passed_slots(decision.passed_on, context, at)
         if decision.undecided is not None:
-            self.waiting[context.layer_idx] = candidates.deferred(decision)
+            self._wait(held, context, decision)
             return
-        keys, values, positions = candidates.keys, candidates.values, candidates.positions
         # A layer that uses the slots of another layer's indexer must hold the same tokens in them.
         borrows = layer.indexed is not None and layer.indexed.borrows
         if not borrows or self._kept is None:
             assert decision.kept is not None
             kept = decision.kept
-            if not at.policy._is_tested(at.policy.selector):
+            if not self._is_tested:
                 # What the parts return is checked only later, and may be out of range.
                 said = decision.counts
                 full = said is not None and min(said) == kept.shape[2]
-                kept = kept.clamp(min=0 if full else -1, max=keys.shape[2] - 1)
+                kept = kept.clamp(min=0 if full else -1, max=held[0].shape[2] - 1)
             self._kept = kept, decision.counts
         kept, counts = self._kept
         if at.policy.gapless:
-            self._store_closed_up(at, layer, candidates, kept, counts)
+            self._store_closed_up(at, layer, held, context.layer_idx, kept, counts)
         else:
             whole = None if counts is None else counts == context._held_len
-            layer.store(keys, values, positions, kept, decision.state, counts=counts, whole=whole)
+            layer.store(*held, kept, decision.state, counts=counts, whole=whole)
 
     def _decision(
         self, at: PassState, context: LayerContext, *, remembered: bool = False
@@ -211,23 +237,24 @@ class Select(AtEnd):
     def _store_closed_up(
         at: PassState,
         layer: PolicyLayer,
-        candidates: _Candidates,
+        held: _Held,
+        index: int,
         kept: Tensor,
         counts: tuple[int, ...] | None,
     ) -> None:
         """Store kept keys, rotated to positions without gaps; see `PolicyLayer.store`."""
         if layer.facts.expands:
             raise UnsupportedModelError(
-                f"layer {candidates.context.layer_idx} must store the keys that it attends to if "
+                f"layer {index} must store the keys that it attends to if "
                 f"{at.policy} rotates them to positions without gaps, but computes them from what "
                 "it stores; use gapless=False"
             )
         assert layer.facts.turns is not None
-        slots = torch.arange(kept.shape[2], device=kept.device)
+        (keys, values, positions), slots = held, torch.arange(kept.shape[2], device=kept.device)
         layer.store(
-            closed_up(candidates.keys, candidates.positions, kept, layer.facts.turns),
-            gather_slots(candidates.values, kept),
-            gather_positions(candidates.positions, kept),
+            closed_up(keys, positions, kept, layer.facts.turns),
+            gather_slots(values, kept),
+            gather_positions(positions, kept),
             torch.where(kept >= 0, slots, -1),
             counts=counts,
             whole=None if counts is None else True,
@@ -270,9 +297,6 @@ class Select(AtEnd):
         """Check the results of the policy's parts, and finish the pass; see `AtQueries.finish`.
 
         Under a ``gapless`` policy later tokens are read directly behind the tokens held.
-
-        Raises:
-            ValueError: See `CachePolicy.decide`, of any layer; and `without_gaps`.
         """
         self._check_numbers(at)
         self.checks.look()
@@ -290,6 +314,8 @@ class ChooseTokens(AtEnd):
         layer: Index of the layer that chooses.
         chunks: See `AtEnd`.
     """
+
+    keys = KeyUse.DISCARD
 
     def __init__(self, layer: int, chunks: Chunks | None = None) -> None:
         super().__init__(chunks)
@@ -325,3 +351,15 @@ def passed_slots(passed_on: Tensor | None, context: LayerContext, at: PassState)
         everything = context.new_valid.to(passed.device)
         return None if torch.equal(passed >= 0, everything) else passed
     return passed
+
+
+def choose(
+    policy: CachePolicy, layers: list[PolicyLayer], waiting: Mapping[int, DeferredKV]
+) -> None:
+    """Let all deferred layers choose the tokens to keep, and store these."""
+    order = sorted(waiting)
+    found = policy.decide_layers([waiting[index].undecided for index in order])
+    for index, chosen in zip(order, found, strict=True):
+        each = waiting[index]
+        kept = chosen if each.near is None else each.near.kept(chosen)
+        layers[index].store(each.keys, each.values, each.positions, kept, each.carried)

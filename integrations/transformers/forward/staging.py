@@ -6,8 +6,6 @@ chunks; see `LaterLayers`.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-
 import attrs
 import torch
 from torch import Tensor
@@ -15,7 +13,6 @@ from torch import Tensor
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.chunks import Chunks, Remember
-from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.inputs import OF_TOKENS, Incoming
 from kvpolicy.integrations.transformers.forward.later_layers import (
@@ -24,24 +21,22 @@ from kvpolicy.integrations.transformers.forward.later_layers import (
     incoming_of,
     passed_on,
     pieces_of,
-    stage_pass,
 )
 from kvpolicy.integrations.transformers.forward.narrowing import few_go_on
 from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
 from kvpolicy.integrations.transformers.forward.passes import Pass
 from kvpolicy.integrations.transformers.forward.restart import check_positions
-from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens, Select
+from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens, DeferredKV, Select
 from kvpolicy.integrations.transformers.forward.stage import (
     NO_LAYERS,
     PrefillStage,
+    StagedPrompt,
     StagePiece,
     stages_of,
 )
-from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
 from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import held_by, hold_again, why_whole
-from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions
 
 
@@ -67,11 +62,7 @@ class StagedPrefill:
         return self.call.model.restarts
 
     def begun(self, missing: int) -> Chunks:
-        """Return the record with which a prompt begins, before its first chunk is read.
-
-        Args:
-            missing: Number of columns of the prompt.
-        """
+        """Return the record with which a prompt begins, before its first chunk is read."""
         self._check()
         stages = self._stages(missing)
         before = held_by(self.layers) if self._restarts else ()
@@ -90,24 +81,18 @@ class StagedPrefill:
         assert staged is not None
         self._inputs(staged)
         stage = staged.stages[0]
-        piece = StagePiece(stage, stage.looks, begun=staged.begun)
-        return stage_pass(
-            self.call,
+        piece = StagePiece(stage, stage.looks)
+        return Pass(
             self.incoming,
             Remember(chunks, only=frozenset({stage.last}) if self._restarts else None),
-            piece,
+            stage=piece,
             missing=missing,
             features=self.features,
             main=True,
         )
 
     def with_chunk(self, chunks: Chunks, run: PassRun) -> Chunks:
-        """Return the record of chunks with the current chunk, which ``run`` has read, added.
-
-        Args:
-            chunks: All chunks so far, this one included, but for its part in ``staged``.
-            run: The pass over it.
-        """
+        """Return the record of chunks with the current chunk, which ``run`` has read, added."""
         staged = chunks.staged
         assert staged is not None
         held = None if self._restarts else run.held
@@ -116,82 +101,67 @@ class StagedPrefill:
         return attrs.evolve(chunks, staged=staged)
 
     def end(self, chunks: Chunks, waiting: dict[int, DeferredKV]) -> Passes:
-        """Yield all passes that read the last chunk and so end the prompt.
-
-        Args:
-            chunks: The chunks before the last.
-            waiting: Gets the layers that choose when all layers were scored, by index.
-        """
-        assert chunks.staged is not None
+        """Yield all passes that read the last chunk and so end the prompt."""
         self._check()
-        self._inputs(chunks.staged)
-        made = yield from self._choosing(chunks) if self._restarts else self._dropping(chunks)
-        run = yield made
-        assert isinstance(made.at_queries, Select)
-        waiting |= made.at_queries.waiting
-        if run.later is not None:
-            assert isinstance(run.later, LaterLayers)
-            waiting |= run.later.waiting
-        elif made.at_queries.passed is not None:  # behind the last layer
-            prompt = chunks.staged.begun.positions_of(chunks.prompt_valid(self.incoming.new_valid))
-            layer = chunks.staged.stages[0].last
-            run.propagated[layer] = gather_positions(prompt, made.at_queries.passed)
-
-    def _dropping(self, chunks: Chunks) -> Generator[Pass, PassRun, Pass]:
-        """Return the pass that reads the last chunk up to the first drop, and then what goes on."""
-        yield from ()
-        assert chunks.staged is not None
-        first, *others = chunks.staged.stages
-        piece = StagePiece(first, first.looks, is_output=not others)
-
-        def then(run: PassRun) -> LaterLayers:
-            staged = self.with_chunk(chunks, run).staged
-            assert staged is not None
-            return self._later(run, staged, run.tokens, others, *self._surviving(staged, run))
-
-        return stage_pass(
-            self.call,
-            self.incoming,
-            Select(chunks),
-            piece,
-            features=self.features,
-            main=True,
-            then=then if others else None,
-        )
-
-    def _choosing(self, chunks: Chunks) -> Generator[Pass, PassRun, Pass]:
-        """Yield the pass that chooses tokens to read again; return the pass that reads them."""
         staged = chunks.staged
         assert staged is not None
-        first, stage = staged.stages
-        choosing = stage_pass(
-            self.call,
-            self.incoming,
-            ChooseTokens(first.last, chunks),
-            StagePiece(first),
-            features=self.features,
-            ends_inside=first.last,
-        )
-        run = yield choosing
+        self._inputs(staged)
+        first, *others = staged.stages
+        if self._restarts:
+            run = yield Pass(
+                self.incoming,
+                ChooseTokens(first.last, chunks),
+                stage=StagePiece(first),
+                features=self.features,
+                ends_inside=first.last,
+            )
+            made = self._again(chunks, run)
+        else:
+
+            def then(run: PassRun) -> LaterLayers:
+                own = self.with_chunk(chunks, run).staged
+                assert own is not None
+                later = LaterLayers(run, self.incoming, own, run.tokens, others)
+                return later.begun(run, *self._surviving(own, run))
+
+            made = Pass(
+                self.incoming,
+                Select(chunks),
+                stage=StagePiece(first, first.looks, is_output=not others),
+                features=self.features,
+                main=True,
+                then=then if others else None,
+            )
+        run = yield made
+        select = made.at_queries
+        assert isinstance(select, Select)
+        waiting |= select.waiting
+        if run.later is not None:
+            waiting |= run.later.waiting
+        elif select.passed is not None:  # behind the last layer
+            prompt = staged.begun.positions_of(chunks.prompt_valid(self.incoming.new_valid))
+            run.propagated[first.last] = gather_positions(prompt, select.passed)
+
+    def _again(self, chunks: Chunks, run: PassRun) -> Pass:
+        """Return the pass that reads the tokens chosen by ``run``, before which nothing is held."""
         staged = self.with_chunk(chunks, run).staged
         assert staged is not None
         reach, propagated = self._surviving(staged, run)
         hold_again(self.layers, staged.before)
-        whole = run.tokens
         skipped = torch.cat(staged.valid, dim=1).sum(dim=1) - (reach.columns >= 0).sum(dim=1)
-        before = 0 if whole.skipped is None else whole.skipped
-        whole = attrs.evolve(whole, skipped=before + skipped)
+        before = 0 if run.tokens.skipped is None else run.tokens.skipped
+        whole = attrs.evolve(run.tokens, skipped=before + skipped)
         reach = attrs.evolve(reach, parts=(), places=None, resumed=None, history=None)
         last = incoming_of(self.call, self.incoming, staged, reach, pieces_of(staged, reach)[-1])
 
         def then(run: PassRun) -> LaterLayers:
-            return self._later(run, staged, whole, [stage], reach, propagated)
+            later = LaterLayers(run, self.incoming, staged, whole, staged.stages[1:])
+            return later.begun(run, reach, propagated)
 
-        return stage_pass(
-            self.call,
+        return Pass(
             last,
             Select(),
-            StagePiece(NO_LAYERS, is_output=True, tokens=whole),
+            stage=StagePiece(NO_LAYERS, is_output=True, tokens=whole),
             main=True,
             then=then,
         )
@@ -209,21 +179,6 @@ class StagedPrefill:
         if valid.shape == reach.columns.shape and torch.equal(valid, reach.columns >= 0):
             return reach, {}
         return reach, {staged.stages[0].last: reach.positions}
-
-    def _later(
-        self,
-        main: PassRun,
-        staged: StagedPrompt,
-        whole: SeenTokens,
-        stages: Sequence[PrefillStage],
-        reach: SurvivingTokens,
-        propagated: dict[int, Tensor],
-    ) -> LaterLayers:
-        features = AddedFeatures.joined(staged.features, staged.valid)
-        how = self.layers, self.incoming, staged, whole, features
-        later = LaterLayers(main, *how, stages, reach)
-        later.propagated |= propagated
-        return later
 
     def _stages(self, prompt_len: int) -> tuple[PrefillStage, ...]:
         model, num_layers = self.call.model, len(self.layers)
@@ -272,13 +227,7 @@ class StagedPrefill:
             )
 
     def _inputs(self, staged: StagedPrompt) -> dict[str, Tensor]:
-        """Return the ids or embeddings of a chunk, and its position ids, as the decoder takes them.
-
-        Raises:
-            ValueError: See `check_positions`.
-            UnsupportedGenerationError: Earlier chunks were ids and this one is embeddings, or the
-                reverse.
-        """
+        """Return a chunk's ids or embeddings, and its position ids, as the decoder takes them."""
         incoming, policy = self.incoming, self.call.model.policy
         if self._restarts:
             check_positions(policy, incoming)

@@ -76,63 +76,33 @@ class StaticMask:
         self.slot += 1
 
 
-@attrs.define(eq=False)
-class StaticMasks:
-    """The attention masks with which the next token sees the cache slots of every layer.
+def static_masks(
+    layers: Sequence[PolicyLayer],
+    tokens: SeenTokens,
+    windows: Sequence[int | None],
+    implementation: str,
+    capacities: Sequence[int],
+    room: int,
+) -> list[StaticMask]:
+    """Make the masks with which the next decoded token sees the slots of every layer.
 
     Layers that hold equal numbers of tokens, without padding, share one mask.
-
-    Args:
-        masks: The different masks.
-        places: By layer, the index of its mask in ``masks``.
     """
-
-    masks: list[StaticMask]
-    places: list[int]
-
-    @staticmethod
-    def of(
-        layers: Sequence[PolicyLayer],
-        tokens: SeenTokens,
-        windows: Sequence[int | None],
-        implementation: str,
-        capacities: Sequence[int],
-        room: int,
-    ) -> StaticMasks:
-        """Make the masks with which the next decoded token sees the slots of every layer.
-
-        Args:
-            layers: The layers of the cache.
-            tokens: The tokens seen.
-            windows: Each layer's sliding window; None if it sees all tokens.
-            implementation: The model's attention implementation.
-            capacities: By layer, the number of slots of its buffers.
-            room: The largest number of tokens to come.
-        """
-        found: dict[Any, StaticMask] = {}
-        kinds = []
-        for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
-            assert layer.held is not None
-            how = capacities[index], implementation, layer.dtype
-            slides = window is not None and window < tokens.seen + room
-            alike = (layer.kept_len, capacities[index], layer.device)
-            kind: Any = index if slides or layer.contents.padded else alike
-            if slides and window is not None:
-                found[kind] = StaticMask.sliding(layer, tokens, window, *how)
-            elif kind not in found:
-                found[kind] = StaticMask.of(layer, *how)
-            kinds.append(kind)
-        places = {kind: place for place, kind in enumerate(found)}
-        return StaticMasks(list(found.values()), [places[kind] for kind in kinds])
-
-    def of_layer(self, index: int) -> StaticMask:
-        """Return the mask with which the next token sees one layer's slots."""
-        return self.masks[self.places[index]]
-
-    def advance(self, step: int) -> None:
-        """Update all layers' masks for the token of decoding step ``step``, counted from 0."""
-        for mask in self.masks:
-            mask.advance(step)
+    known: dict[Any, StaticMask] = {}
+    masks = []
+    for layer, window, capacity in zip(layers, windows, capacities, strict=True):
+        assert layer.held is not None
+        how = capacity, implementation, layer.dtype
+        if window is not None and window < tokens.seen + room:
+            masks.append(StaticMask.sliding(layer, tokens, window, *how))
+            continue
+        alike = (layer.kept_len, capacity, layer.device)
+        mask = None if layer.contents.padded else known.get(alike)
+        mask = StaticMask.of(layer, *how) if mask is None else mask
+        if not layer.contents.padded:
+            known[alike] = mask
+        masks.append(mask)
+    return masks
 
 
 def _tensor(mask: Mask) -> Tensor:

@@ -18,7 +18,7 @@ from transformers import Cache
 
 from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.forward.lent_layers import LentBuffers
-from kvpolicy.integrations.transformers.forward.static_masks import StaticMasks
+from kvpolicy.integrations.transformers.forward.static_masks import StaticMask, static_masks
 from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -33,8 +33,8 @@ class StaticSteps:
 
     Args:
         layers: Every layer's buffers.
-        masks: The masks of the layers, each for the current token, its own slot included.
-        mask_of: By layer, its mask.
+        masks: By layer, the mask for the current token, its own slot included.
+        mask_of: The same as tensors.
         first: ``[batch, 1]``, the rotary position of the first token.
         positions: The same of the current token, if a restart has left tokens out; None if they are
             the positions that the model is given.
@@ -43,7 +43,7 @@ class StaticSteps:
     """
 
     layers: list[LentBuffers]
-    masks: StaticMasks
+    masks: list[StaticMask]
     mask_of: list[Tensor]
     first: Tensor
     positions: Tensor | None
@@ -54,22 +54,14 @@ class StaticSteps:
     def of(
         layers: list[PolicyLayer], tokens: SeenTokens, attachment: Attachment, room: int | None
     ) -> StaticSteps:
-        """Make the buffers and masks, and give the model the hooks for decoding.
-
-        Args:
-            layers: The layers of the cache.
-            tokens: The tokens seen.
-            attachment: The cache's hooks on the model.
-            room: The largest number of tokens to come.
-        """
+        """Make the buffers and masks, and give the model the hooks for decoding."""
         assert room is not None
         parts = attachment.parts
         buffers = [LentBuffers(layer) for layer in layers]
         capacities = [each.max_cache_len for each in buffers]
-        masks = StaticMasks.of(
-            layers, tokens, parts.windows, parts.implementation, capacities, room
-        )
-        mask_of = [masks.of_layer(index).mask for index in range(len(layers))]
+        how = parts.windows, parts.implementation, capacities, room
+        masks = static_masks(layers, tokens, *how)
+        mask_of = [each.mask for each in masks]
         for each, mask in zip(buffers, mask_of, strict=True):
             for tensor in (each.keys, each.values, each.cumulative_length, mask):
                 # CUDA graphs must know that this tensor never changes its address.
@@ -83,7 +75,8 @@ class StaticSteps:
 
     def advance(self) -> Tensor:
         """Prepare the next step: its masks and its rotary position; return its placeholder mask."""
-        self.masks.advance(self.steps)
+        for each in dict.fromkeys(self.masks):
+            each.advance(self.steps)
         if self.positions is not None:
             self.positions.copy_(self.first + self.steps)
         self.steps += 1
@@ -98,11 +91,7 @@ class StaticSteps:
 def before_decoder(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Hook before the decoder: replace the rotary positions, if a restart has left tokens out.
-
-    Raises:
-        UnsupportedGenerationError: The call does not come from `generate`.
-    """
+    """Hook before the decoder: replace the rotary positions, if a restart has left tokens out."""
     if kwargs is None or (static := _static_of(kwargs)) is None:
         return None
     mask = kwargs.get("attention_mask")

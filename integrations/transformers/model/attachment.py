@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -14,93 +14,8 @@ from kvpolicy.integrations.transformers.model.call_arguments import by_name, sig
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.routing import lock, route, unroute, users_of
 from kvpolicy.integrations.transformers.surface import CACHE, cache_name
-from kvpolicy.policy import CachePolicy
 
-Forward = Callable[..., Any]  # of a layer
 DecoderHook = Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]
-
-
-class LayerCallbacks(Protocol):
-    """A protocol for a running forward, which runs its decoder layers."""
-
-    @property
-    def alone(self) -> frozenset[int]:
-        """The layers before and after which nothing is done."""
-
-    def layer(
-        self,
-        index: int,
-        module: nn.Module,
-        forward: Forward,
-        hidden: Tensor,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a decoder layer for the tokens that reach it; return what the next layer gets.
-
-        Args:
-            index: Index of the layer.
-            module: The layer.
-            forward: Runs the layer.
-            hidden: ``[batch, new_len, hidden]``, its input.
-            kwargs: Its other arguments, by name.
-        """
-
-
-class ModelCallbacks(Protocol):
-    """A protocol for the object that a model's hooks call: the dispatcher of a cache."""
-
-    @property
-    def policy(self) -> CachePolicy:
-        """The policy that acts on the model's forwards."""
-
-    @property
-    def may_drop(self) -> bool:
-        """True if the policy may drop tokens between layers in the next forward."""
-
-    @property
-    def may_evict(self) -> bool:
-        """True if the policy acts on the next forward and may leave tokens out of the cache."""
-
-    @property
-    def is_unhooked(self) -> bool:
-        """True if Transformers' own layers hold the keys of an answer."""
-
-    @property
-    def run(self) -> LayerCallbacks | None:
-        """The current run of the decoder; None if the decoder is not running."""
-
-    def begin_call(self, keep_last: int | None) -> None:
-        """Begin a call of the model, which runs the decoder and then a head.
-
-        ``keep_last`` is the number of last tokens whose logits are asked for; None for all.
-        """
-
-    def note_call(self, arguments: Mapping[str, Any], kinds: Tensor | None) -> None:
-        """Remember the arguments of a module that calls the decoder, and its tokens' ``kinds``."""
-
-    def end_call(self, *, failed: bool) -> None:
-        """Finish a call of the model; undo the call if it failed."""
-
-    def begin_forward(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Begin a forward of the decoder; return the arguments to run the decoder with."""
-
-    def finish_forward(self, output: Any) -> Any:
-        """Finish a forward of the decoder; return the output that the decoder must give."""
-
-    def fail_forward(self) -> None:
-        """Undo everything that a failed forward of the decoder has changed in the cache."""
-
-
-class _Hooks:
-    """A base class for hooks, whose copies on a copied model do nothing."""
-
-    cache: Cache
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
-        idle = type(self).__new__(type(self))
-        no_cache: Any = object()  # no call carries it
-        idle.cache = no_cache
-        return idle
 
 
 # Torch looks up if a hook takes keyword arguments only when it calls the hook. If another thread
@@ -118,13 +33,18 @@ class AroundLayer:
     Args:
         index: Index of the layer.
         module: The layer.
+
+    Attributes:
+        forward: Runs the layer.
+        users: The attachments of the caches that are reading. The tuple is replaced, never changed,
+            since other threads go through it.
     """
 
     def __init__(self, index: int, module: nn.Module) -> None:
         self.index, self.module = index, module
-        self.users: list[Attachment] = []
+        self.users: tuple[Attachment, ...] = ()
         self._replaced = vars(module).get("forward")  # such as accelerate's
-        self._forward = module.forward
+        self.forward: Callable[..., Any] = module.forward
         vars(module)["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,17 +53,17 @@ class AroundLayer:
             if carries(each.cache, args, kwargs):
                 break
         else:
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         run = each.listener.run
         if run is None or self.index in run.alone:  # None after Ctrl-C, until the next forward
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         if len(args) == 1 and kwargs:
             hidden = args[0]
         else:  # some models pass more arguments than the input by position, others pass none so
             kwargs = by_name(self.module, args, kwargs)
             # The first argument after self.
             hidden = kwargs.pop(list(signature(type(self.module).forward).parameters)[1])
-        return run.layer(self.index, self.module, self._forward, hidden, kwargs)
+        return run.layer(self, hidden, kwargs)
 
     def remove(self) -> None:
         """Give the layer the `forward` again that it had before."""
@@ -156,7 +76,7 @@ class AroundLayer:
             own["forward"] = self._replaced
 
 
-class Attachment(_Hooks):
+class Attachment:
     """The hooks that attach one cache to a model, and act only on calls with this cache.
 
     Several caches, several models and calls without a cache do not affect each other. `detach`
@@ -164,21 +84,27 @@ class Attachment(_Hooks):
 
     Args:
         cache: The cache.
-        listener: The object that the hooks call when a call carries the cache.
+        listener: The cache's `ForwardDispatcher`, whose file imports this one. The hooks call it
+            when a call carries the cache.
         parts: The model's modules.
 
     Attributes:
         outer: The modules around the decoder whose calls are watched.
     """
 
-    def __init__(self, cache: Cache, listener: ModelCallbacks, parts: ModelParts) -> None:
-        self.cache = cache
+    def __init__(self, cache: Cache, listener: Any, parts: ModelParts) -> None:
+        self.cache: Any = cache
         self.listener = listener
         self.parts = parts
         self.outer: list[nn.Module] = [parts.model]
         self._handles: list[RemovableHandle] = []
         self._around: list[AroundLayer] = []
         self._routed: list[nn.Module] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        idle = object.__new__(Attachment)  # of a copy of the model, where hooks do nothing
+        idle.cache = object()  # no call carries it
+        return idle
 
     def attach(self) -> None:
         """Register all hooks on the model; remove them again if this fails."""
@@ -213,12 +139,7 @@ class Attachment(_Hooks):
         before_decoder: DecoderHook,
         before_layers: Sequence[DecoderHook],
     ) -> None:
-        """Replace all hooks by those for decoding steps that may be compiled.
-
-        Args:
-            before_decoder: The hook before the decoder; it uses the cache that the call carries.
-            before_layers: The hook before each layer, of the same form.
-        """
+        """Replace all hooks by those for decoding steps that may be compiled."""
         self.detach()
         pairs = zip(
             (self.parts.decoder, *self.parts.layers), (before_decoder, *before_layers), strict=True
@@ -243,13 +164,13 @@ class Attachment(_Hooks):
             for index, layer in enumerate(self.parts.layers):
                 found = vars(layer).get("forward")
                 around = found if isinstance(found, AroundLayer) else AroundLayer(index, layer)
-                around.users.append(self)
+                around.users = (*around.users, self)
                 self._around.append(around)
 
     def _leave_layers(self) -> None:
         with lock:
             for around in self._around:
-                around.users.remove(self)
+                around.users = tuple([each for each in around.users if each is not self])
                 if not around.users:
                     around.remove()
             self._around = []

@@ -53,12 +53,7 @@ class Cuts:
         return max(each for each in allowed if each <= column), min(behind, default=None)
 
     def refused(self, column: int, seen: int) -> UnsupportedModelError:
-        """Make the error that refuses to cut a prompt at a column, and names columns to use.
-
-        Args:
-            column: The column.
-            seen: Number of columns read before the prompt.
-        """
+        """Make the error that refuses to cut a prompt at a column, and names columns to use."""
         before, behind = self.around(column)
         ends = [f"at column {before}"] if before > seen else []
         ends += [] if behind is None else [f"at column {behind}"]
@@ -69,16 +64,7 @@ class Cuts:
         )
 
     def check_size(self, size: int, seen: int) -> None:
-        """Check that chunks of ``size`` columns never end where a cut is forbidden.
-
-        Args:
-            size: Columns of a chunk.
-            seen: Number of columns read before the prompt.
-
-        Raises:
-            UnsupportedGenerationError: A chunk does; the message names a larger size that works, if
-                any.
-        """
+        """Check that chunks of ``size`` columns never end where a cut is forbidden."""
         end = len(self.forbidden) - 1
 
         def cut(each: int) -> int | None:
@@ -107,10 +93,6 @@ def cuts_of(model: Any, arguments: Mapping[str, Any], valid: Tensor, seen: int) 
 
     Returns:
         The cuts, for all columns with types; None if the model's masks do not depend on types.
-
-    Raises:
-        UnsupportedModelError: Types are given for some columns only, and the model reads types by
-            position.
     """
     makes = getattr(type(model), MASKS_OF_STEP, None)
     known: Collection[str] = () if makes is None else signature(makes).parameters
@@ -179,13 +161,7 @@ class _Masks:
         return sees
 
     def forbid(self, forbidden: Tensor, types: list[int], columns: list[int]) -> None:
-        """Mark the columns in ``forbidden`` before which one row must not be cut.
-
-        Args:
-            forbidden: See `Cuts`.
-            types: The type of each column.
-            columns: The columns of the row's tokens, ascending.
-        """
+        """Mark the columns in ``forbidden`` before which one row must not be cut."""
         runs = [list(run) for _, run in groupby(columns, key=lambda column: types[column])]
         if not runs:
             return

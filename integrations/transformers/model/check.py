@@ -98,11 +98,7 @@ class Verdict:
         return sum(each.reason is not None for each in (self.evicting, self.dropping))
 
     def check(self, policy: CachePolicy, num_layers: int) -> None:
-        """Raise an error if the self-check has found that the model does not work with a policy.
-
-        Raises:
-            UnsupportedModelError: The policy is refused; the message says why.
-        """
+        """Raise an error if the self-check has found that the model does not work with a policy."""
         if policy.propagation.restarts and not self.quirks.pads:
             raise UnsupportedModelError(
                 f"{policy} cannot be applied to this model: it restarts the prefill at positions "
@@ -123,12 +119,6 @@ def verdict_of(
     """Run the self-check on a model, or return an earlier result for an equal model.
 
     Families that the library's tests cover are not checked.
-
-    Args:
-        model: The model.
-        parts: Its modules.
-        make_cache: A function that makes a cache with a policy.
-        fresh: Whether to run the check even if the result is known.
     """
     quirks = _checking.get()
     if quirks is not None:

@@ -41,15 +41,7 @@ class Visible:
     def after(
         cache: Any, windows: Sequence[int | None], row: int, prompt: int, end: int
     ) -> Visible:
-        """Return what is seen after a cache's policy has acted on a prompt.
-
-        Args:
-            cache: The cache, which has read the row.
-            windows: Each layer's sliding window; None if it sees all tokens.
-            row: Index of the row in the batch.
-            prompt: Tokens of the row's prompt.
-            end: Tokens of the whole row.
-        """
+        """Return what is seen after a cache's policy has acted on a prompt."""
         later = torch.arange(end) >= prompt
         reached = torch.ones(end, dtype=torch.bool)
         found: list[tuple[Tensor, Tensor]] = []

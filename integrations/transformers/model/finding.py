@@ -28,11 +28,7 @@ _INNER = ("language_model", "text_model", "decoder", "model", "transformer")
 
 
 def find_decoder(model: Any) -> nn.Module:
-    """Find the module in a model that runs the decoder layers one after the other.
-
-    Raises:
-        UnsupportedModelError: No such module is found, or it is compiled.
-    """
+    """Find the module in a model that runs the decoder layers one after the other."""
     config = getattr(model, "config", None)
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
@@ -187,11 +183,7 @@ def _calling_interface(outer: nn.Module) -> list[nn.Module]:
 
 
 def find_attention(layer: nn.Module, index: int) -> nn.Module | None:
-    """Find the one module of a layer that calls Transformers' attention; None if it has none.
-
-    Raises:
-        UnsupportedModelError: Several modules do.
-    """
+    """Find the one module of a layer that calls Transformers' attention; None if it has none."""
     found = [each for each in _calling_interface(layer) if _is_of_layer(each, index)]
     # A second module may attend to what earlier layers gave for the same token, without the cache.
     if len(found) > 1:
@@ -223,12 +215,7 @@ def _is_cross(layer: nn.Module, attention: nn.Module) -> bool:
 
 
 def stateful_parts(module: nn.Module, attention: nn.Module | None) -> Iterator[nn.Module]:
-    """Yield the modules in a layer that take the cache but do not attend.
-
-    Args:
-        module: The layer.
-        attention: The module that attends, which may contain such modules; None if there is none.
-    """
+    """Yield the modules in a layer that take the cache but do not attend."""
     for each in module.children():
         takes = cache_name(type(each).forward) is not None
         if takes and not any(inner is attention for inner in modules_of(each)):
@@ -238,11 +225,7 @@ def stateful_parts(module: nn.Module, attention: nn.Module | None) -> Iterator[n
 
 
 def check_holds_states(layer: nn.Module, index: int, attention: nn.Module | None) -> None:
-    """Check that a recurrent layer keeps its states in the cache, not in the model.
-
-    Raises:
-        UnsupportedModelError: It keeps them in the model.
-    """
+    """Check that a recurrent layer keeps its states in the cache, not in the model."""
     if not any(True for _ in stateful_parts(layer, attention)):
         raise UnsupportedModelError(
             f"every recurrent layer must hold its state in the cache, but {type(layer).__name__} "

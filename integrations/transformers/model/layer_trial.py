@@ -68,11 +68,7 @@ class LayerTrial:
         return found[0], found[1]
 
     def check_finite(self) -> None:
-        """Check that the layer computes queries and keys without NaN or infinity.
-
-        Raises:
-            ValueError: Some are NaN or infinite.
-        """
+        """Check that the layer computes queries and keys without NaN or infinity."""
         if all(bool(each.isfinite().all()) for each in self._states(self.arguments)):
             return
         raise ValueError(

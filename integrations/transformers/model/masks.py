@@ -41,28 +41,22 @@ def first_seen(places: Places, window: int) -> Places:
 
 
 @attrs.frozen(eq=False)
-class OwnVisibility:
-    """The part of the model's own mask that says which new tokens of a forward see each other.
+class Spans:
+    """The places that each new token sees by the model's own mask, if this mask is not causal.
 
-    It decides among the new tokens of a forward, for example where the tokens of an image see later
-    ones. Which held tokens a new token sees is decided by positions.
+    An example is an image whose tokens see each other.
 
     Args:
-        block: ``[batch, new_len, new_len]`` bool: True if a token (second axis) sees another (third
-            axis).
-        queries: ``[batch, query_len]`` int64, the columns of the queries in ``block``; -1 on
-            padding.
-        keys: ``[batch, 1 or kv_heads, key_len]`` int64, the columns of the keys in ``block``; -1 on
-            keys that were held before the forward, and on padding.
+        first: ``[batch, query_len]`` int64, the first place that each query sees.
+        last: ``[batch, query_len]`` int64, the last one.
     """
 
-    block: Tensor
-    queries: Tensor
-    keys: Tensor
+    first: Tensor
+    last: Tensor
 
     @staticmethod
-    def block_of(mask: Any, columns: Tensor, order: Tensor | None) -> Tensor | None:
-        """Return the new tokens' part of a layer's own mask; None if this part is causal.
+    def of(mask: Any, columns: Tensor, order: Tensor | None, places: Tensor) -> Spans | None:
+        """Read a layer's own mask; return None if it is causal among the new tokens.
 
         Args:
             mask: The layer's mask, ``[batch or 1, 1, new_len, columns]``, bool or added to scores;
@@ -70,9 +64,8 @@ class OwnVisibility:
             columns: ``[batch, new_len]`` bool, for the mask's last columns, False on padding.
             order: ``[batch, new_len]`` int64, the column that comes to each place; None keeps the
                 order.
-
-        Returns:
-            ``[batch or 1, new_len, new_len]`` bool; None if the mask is causal.
+            places: ``[batch, new_len]`` int64, the place of each new token in that order; -1 on
+                padding.
         """
         new_len = columns.shape[1]
         if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != new_len:
@@ -82,28 +75,34 @@ class OwnVisibility:
         # A padded query may see anything.
         if not bool((block.triu(1) & columns.to(block.device)[:, :, None]).any()):
             return None
-        if order is None:
-            return block
-        order = order.to(block.device)
-        block = block.expand(order.shape[0], -1, -1)
-        block = block.gather(1, order[:, :, None].expand(-1, -1, new_len))
-        return block.gather(2, order[:, None, :].expand(-1, new_len, -1))
+        if order is not None:
+            order = order.to(block.device)
+            block = block.expand(order.shape[0], -1, -1)
+            block = block.gather(1, order[:, :, None].expand(-1, -1, new_len))
+            block = block.gather(2, order[:, None, :].expand(-1, new_len, -1))
+        return Spans._within(block, places.to(block.device))
 
-    def over(self, visible: Tensor, query_heads: int) -> Tensor:
-        """Return ``visible`` with the model's own mask in its entries for new keys.
+    @staticmethod
+    def everything(places: Tensor) -> Spans:
+        """Return the spans of tokens at ``places`` ``[batch, new_len]`` that all see each other."""
+        new_len = places.shape[1]
+        return Spans._within(places.new_ones(1, new_len, new_len, dtype=torch.bool), places)
 
-        ``visible`` is ``[batch, 1 or query_heads, query_len, key_len]``.
-        """
-        columns, heads = self.keys, self.keys.shape[1]
-        rows = self.queries.clamp(min=0)[:, :, None].expand(-1, -1, self.block.shape[2])
-        seen = self.block.expand(rows.shape[0], -1, -1).gather(1, rows)[:, None]
-        index = columns.clamp(min=0)[:, :, None, :].expand(-1, -1, rows.shape[1], -1)
-        seen = seen.expand(-1, heads, -1, -1).gather(3, index)
-        new = (columns >= 0)[:, :, None, :]
-        if heads > 1:
-            group = query_heads // heads
-            seen, new = (each.repeat_interleave(group, dim=1) for each in (seen, new))
-        return torch.where(new, seen, visible)
+    @staticmethod
+    def _within(block: Tensor, places: Tensor) -> Spans:
+        """Return the spans of a mask ``[batch or 1, new_len, new_len]`` between new tokens."""
+        keys, seen = places[:, None], block & (places >= 0)[:, None]
+        behind = torch.iinfo(places.dtype).max
+        return Spans(torch.where(seen, keys, behind).amin(2), torch.where(seen, keys, -1).amax(2))
+
+    def taken(self, slots: Tensor) -> Spans:
+        """Return the spans of only the queries in ``slots`` ``[batch, count]``."""
+        index = slots.clamp(min=0).to(self.first.device)
+        return Spans(self.first.gather(1, index), self.last.gather(1, index))
+
+    def to(self, device: torch.device) -> Spans:
+        """Return a copy on a device."""
+        return Spans(self.first.to(device), self.last.to(device))
 
 
 @attrs.frozen(eq=False)
@@ -118,22 +117,17 @@ class Visibility:
         query_heads: Number of query heads; each head of ``keys`` has a group of them.
         window: Number of places a query sees, its own included, or its `Chunk`; None for all places
             up to its own.
-        own: The model's own mask of the new tokens, if it is not causal, as where the tokens of an
-            image see each other in both directions; None if it is causal.
+        own: What the queries see by the model's own mask; None if it is causal.
     """
 
     keys: Tensor
     queries: Tensor
     query_heads: int
     window: int | None = None
-    own: OwnVisibility | None = None
+    own: Spans | None = None
 
     def mask(self, implementation: str, dtype: torch.dtype) -> Mask:
         """Make the attention mask in the form that the attention implementation needs.
-
-        Args:
-            implementation: One of `IMPLEMENTATIONS`.
-            dtype: Dtype of the layer, for masks that are added to scores.
 
         Returns:
             For sdpa ``[batch, 1 or query_heads, query_len, key_len]`` bool, True where the query
@@ -167,11 +161,13 @@ class Visibility:
         if places.shape[1] > 1:
             places = places.repeat_interleave(self.query_heads // places.shape[1], dim=1)
         keys, queries = places[:, :, None, :], self.queries[:, None, :, None]
-        visible = (keys >= 0) & (keys <= queries)
+        own, last = self.own, queries if self.own is None else self.own.last[:, None, :, None]
+        visible = (keys >= 0) & (keys <= last)
         if self.window is not None:
-            visible &= keys >= first_seen(queries, self.window)
-        if self.own is not None:
-            visible = self.own.over(visible, self.query_heads)
+            first = first_seen(queries, self.window)
+            if own is not None:
+                first = torch.minimum(first, own.first[:, None, :, None])
+            visible &= keys >= first
         # A padded query sees everything. Its output is not used, but must be finite: a later weight
         # of 0 times NaN would still be NaN.
         return visible | (queries < 0)

@@ -57,13 +57,7 @@ class HeadSharding:
 
     @staticmethod
     def of(attention: nn.Module, config: Any, tp_size: int = 1) -> HeadSharding:
-        """Find how an attention module's parameters are spread over processes.
-
-        Args:
-            attention: The attention module.
-            config: The decoder's configuration.
-            tp_size: Number of processes over which Transformers has spread the model.
-        """
+        """Find how an attention module's parameters are spread over processes."""
         if not distributed.is_available() or not distributed.is_initialized():
             return HeadSharding()
         from torch.distributed.tensor import DTensor
@@ -85,9 +79,6 @@ class HeadSharding:
 
         The number must be seen in a forward, since a plan may spread the weights and still bring
         all heads to every process.
-
-        Raises:
-            UnsupportedModelError: The heads seen are neither all heads nor an equal share of them.
         """
         if self.query_heads is None or query_heads == self.query_heads:
             return ALL_HEADS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.model import flash, unseen
+from kvpolicy.integrations.transformers.model import unseen
 from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.model.finding import (
     check_holds_states,
@@ -111,11 +111,7 @@ class ModelParts:
 
     @property
     def implementation(self) -> str:
-        """The name of the model's attention implementation, which may change between forwards.
-
-        Raises:
-            UnsupportedModelError: The form of its masks is not known.
-        """
+        """The name of the model's attention implementation, which may change between forwards."""
         name = str(getattr(self.config, ATTN_IMPLEMENTATION))
         known = IMPLEMENTATIONS if self.shows_queries else DENSE
         if name not in known:
@@ -145,9 +141,6 @@ class ModelParts:
 
     def kinds_of(self, arguments: Mapping[str, Any]) -> Tensor | None:
         """Return the `TokenKind` of each token of a call, such as text or image.
-
-        Args:
-            arguments: Arguments of the model's call, by name.
 
         Returns:
             ``[batch, new_len]`` int8, each a `TokenKind`; None if the model reads text only, or if
@@ -227,11 +220,7 @@ class ModelParts:
         return all(getattr(each, "is_causal", True) for each in own)
 
     def check_padding(self, quirks: ModelQuirks) -> None:
-        """Check that padding does not change how the model reads a row.
-
-        Raises:
-            UnsupportedModelError: Padding changes it.
-        """
+        """Check that padding does not change how the model reads a row."""
         if not quirks.pads or any(kind.blocks for kind in self.kinds):
             raise UnsupportedModelError(
                 f"rows must not be padded with {type(self.model).__name__}, which reads padded "
@@ -239,11 +228,7 @@ class ModelParts:
             )
 
     def check_queries(self, policy: CachePolicy) -> None:
-        """Check that a policy can work without queries if some layer's cannot be observed.
-
-        Raises:
-            UnsupportedModelError: It needs queries.
-        """
+        """Check that a policy can work without queries if some layer's cannot be observed."""
         if not self.shows_queries:
             unseen.check_policy(self.model, policy)
 
@@ -277,19 +262,35 @@ class ModelParts:
                 f"{context_len} tokens; layers that see all: {others or 'none'}{nearest}"
             )
         if self.implementation in FLASH:
-            flash.check_policy(
-                policy,
-                self.implementation,
-                acts=bool(acting),
-                windows=any(self.windows),
-                one_choice=self._one_choice,
-            )
+            self._check_flash(policy, acts=bool(acting))
 
-    @property
-    def _one_choice(self) -> bool:
-        """True if no layer can keep different tokens in its heads."""
+    def _check_flash(self, policy: CachePolicy, *, acts: bool) -> None:
+        """Check that no layer will need a mask under flash attention, now or later in an answer.
+
+        Its kernels see the keys of a row in their order, up to the query's own, and count windows
+        in keys. They have no mask for each head, and none that leaves keys out.
+        """
+        selectors = [policy.selector]
+        if policy.decoding is not None:
+            selectors.append(policy.decoding.selector)
         latent = all(isinstance(self.kinds[index], LatentAttention) for index in self.attending)
-        return latent or getattr(self.config, "num_key_value_heads", None) == 1
+        one_choice = latent or getattr(self.config, "num_key_value_heads", None) == 1
+        if acts and any(self.windows):
+            why = (
+                "drops tokens or restarts in a model with sliding windows, which flash attention "
+                "counts in keys: without the dropped tokens, they would reach too far back"
+            )
+        elif any(each.unequal_heads for each in selectors) and not one_choice:
+            why = (
+                "may keep different numbers of tokens in the heads of a layer, for which flash "
+                "attention has no mask"
+            )
+        else:
+            return
+        raise UnsupportedModelError(
+            f"attn_implementation of the model must not be {self.implementation!r} if {policy} "
+            f"{why}; load the model with attn_implementation='sdpa' or 'eager'"
+        )
 
     def _check_gapless(self, policy: CachePolicy) -> None:
         """Check that every layer has plain full attention, as a policy that closes gaps needs.
@@ -309,10 +310,6 @@ class ModelParts:
 
     def check_logits(self, policy: CachePolicy, keep_last: int | None) -> None:
         """Check that a policy that drops tokens can act when only some logits are asked for.
-
-        Args:
-            policy: A policy that drops tokens.
-            keep_last: Number of last tokens whose logits are asked for; None for all.
 
         Raises:
             UnsupportedModelError: The decoder itself cuts hidden states to the last tokens, without

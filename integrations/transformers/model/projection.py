@@ -39,10 +39,6 @@ class OutputProjection:
         They are a view where they are held as a plain tensor. If they are quantised, adapted or not
         in memory, they are computed: the module is applied to each channel alone, which gives a new
         tensor.
-
-        Args:
-            dtype: Dtype of the module's input.
-            device: Device of the module's input.
         """
         matrix = self._plain()
         if matrix is None:

@@ -126,13 +126,7 @@ class Form:
     name: str
 
     def given(self, cos: Tensor, sin: Tensor, like: Any) -> Any:
-        """Convert cosines and sines ``[batch, length, pairs]`` to the layout that the model uses.
-
-        Args:
-            cos: float32.
-            sin: float32.
-            like: What the model gives the layer, for dtype and device.
-        """
+        """Convert cosines and sines ``[batch, length, pairs]`` to the layout of the model."""
         if self.name == "complex":
             return torch.complex(cos, sin).to(like)
         return tuple(self._spread(each).to(like[0]) for each in (cos, sin))

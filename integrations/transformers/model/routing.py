@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 from torch import Tensor, nn
@@ -64,58 +64,16 @@ class AttentionInputs:
 
 
 def without_queries(query_heads: int, keys: Tensor, values: Tensor) -> AttentionInputs:
-    """Make the inputs of an attention that cannot be observed, with keys and values only.
-
-    Args:
-        query_heads: Number of query heads of the layer, 0 if unknown.
-        keys: See `AttentionInputs`.
-        values: See `AttentionInputs`.
-    """
+    """Make the inputs of an attention that cannot be observed, with keys and values only."""
     batch, kv_heads, _, head_dim = keys.shape
     heads = query_heads if query_heads and query_heads % kv_heads == 0 else kv_heads
     none = keys.new_empty(batch, heads, 0, head_dim)
     return AttentionInputs(none, keys, values, AttentionSettings(head_dim**-0.5))
 
 
-class AttentionCallbacks(Protocol):
-    """A protocol for a forward that waits for the queries of a layer's attention."""
-
-    def waits_for(self, keys: Tensor, *, own: bool) -> bool:
-        """True if these keys are the ones that the forward has given to the waiting layer.
-
-        Args:
-            keys: Keys that the function was given.
-            own: Whether the layer's own module calls the function. The module may have computed
-                these keys from the keys that the cache returned.
-        """
-
-    def attend(
-        self,
-        index: int,
-        attend: Attend,
-        module: nn.Module,
-        inputs: AttentionInputs,
-        mask: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute a layer's attention, and show its queries to the policy.
-
-        Args:
-            index: Index of the layer.
-            attend: The attention function of its module.
-            module: The module.
-            inputs: The queries, keys and values that the module gives its function.
-            mask: The mask that the module gives its function.
-            kwargs: The further arguments that it gives its function.
-
-        Returns:
-            See attention functions of Transformers.
-        """
-
-
-# The forward that waits for queries in this thread, the index of the layer, and its attention
-# module.
-waiting: ContextVar[tuple[AttentionCallbacks, int, nn.Module] | None] = ContextVar(
+# The `PassRun` that waits for queries in this thread, the index of the layer, its attention module,
+# and the keys that `update` gave the layer.
+waiting: ContextVar[tuple[Any, int, nn.Module, Tensor] | None] = ContextVar(
     "kvpolicy_waiting", default=None
 )
 
@@ -141,11 +99,7 @@ class RoutedConfig(StandInConfig):
 
 
 def route(attention: Any) -> None:
-    """Make an attention module call `routed_attention`, until `unroute` undoes it.
-
-    Raises:
-        UnsupportedModelError: The module does not look its function up in `AttentionInterface`.
-    """
+    """Make an attention module call `routed_attention`, until `unroute` undoes it."""
     _functions(type(attention).forward)
     with lock:
         AttentionInterface.register(ROUTED, routed_attention)
@@ -169,11 +123,7 @@ def unroute(attention: Any) -> None:
 
 @contextmanager
 def replaced(attention: Any, function: Attend) -> Iterator[None]:
-    """Let an attention module call ``function`` in this thread, for the length of a `with` block.
-
-    Raises:
-        UnsupportedModelError: See `route`.
-    """
+    """Let an attention module call ``function`` in this thread, in a `with` block."""
     route(attention)
     token = _replacing.set({**_replacing.get(), id(attention): function})
     try:
@@ -184,11 +134,7 @@ def replaced(attention: Any, function: Attend) -> Iterator[None]:
 
 
 def eager_function(attention: Any) -> Attend:
-    """Return the eager attention function that a module falls back to.
-
-    Raises:
-        UnsupportedModelError: The module has none.
-    """
+    """Return the eager attention function that a module falls back to."""
     _, default = _functions(type(attention).forward)
     if default is None:
         raise UnsupportedModelError(
@@ -235,15 +181,27 @@ def _attention(
     ):  # kernels apply the choice themselves
         attention_mask = _as_picked(module, query, key, attention_mask, kwargs)
     pending = waiting.get()
-    if pending is None or not pending[0].waits_for(key, own=pending[2] is module):
+    if pending is None or not _made_of(key, module, *pending[2:]):
         return attend(module, query, key, value, attention_mask, **kwargs)
     waiting.set(None)
-    forward, index, _ = pending
+    forward, index = pending[:2]
     scaling = kwargs.get("scaling")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = AttentionSettings(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
     inputs = AttentionInputs(query, key, value, scores)
-    return forward.attend(index, attend, module, inputs, attention_mask, **kwargs)
+    output: tuple[Tensor, Tensor | None] = forward.attend(
+        index, attend, module, inputs, attention_mask, **kwargs
+    )
+    return output
+
+
+def _made_of(key: Tensor, module: nn.Module, own: nn.Module, given: Tensor) -> bool:
+    """True if keys are those that a layer's ``own`` module was given, or were computed from them.
+
+    A module with latent attention computes one key for each token.
+    """
+    alike = (key.shape[0], key.shape[-2]) == (given.shape[0], given.shape[-2])
+    return key is given or (module is own and alike)
 
 
 def _as_picked(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> Any:

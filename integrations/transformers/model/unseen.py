@@ -45,16 +45,7 @@ _BIASES = ("alibi", "position_bias", "relative_position")
 
 
 def check_layer(layer: nn.Module, decoder: nn.Module) -> None:
-    """Check that policies work with a layer whose attention function cannot be observed.
-
-    Args:
-        layer: The decoder layer.
-        decoder: The decoder that has the layer.
-
-    Raises:
-        UnsupportedModelError: The layer uses no cache, or depends on columns, which a policy
-            changes.
-    """
+    """Check that policies work with a layer whose attention function cannot be observed."""
     config: Any = decoder.config
     if not takes_cache(decoder):
         raise UnsupportedModelError(

@@ -61,11 +61,7 @@ class ModelFingerprint:
     @staticmethod
     @torch.no_grad()
     def of(decoder: nn.Module) -> ModelFingerprint:
-        """Take the fingerprint of a model from its configuration and parameters.
-
-        Args:
-            decoder: The model without its head.
-        """
+        """Take the fingerprint of a model from its configuration and parameters."""
         found: dict[str, Parameter] = {}
         for prefix, module in decoder.named_modules():
             if next(module.parameters(recurse=False), None) is None:

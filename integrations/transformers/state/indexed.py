@@ -72,9 +72,6 @@ class IndexedLayer(PolicyLayer):
         """Add new index keys ``[batch, 1, new_len, index_dim]``; return all index keys.
 
         See `PolicyCache.update_indexer`.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
         """
         if self.taking is None:
             raise NotAttachedError(
@@ -136,11 +133,7 @@ class IndexedLayer(PolicyLayer):
         self._shown = other._shown
 
     def show_held(self, order: Tensor | None) -> None:
-        """Offer the index keys in the cache to `store`, which keeps the chosen ones.
-
-        Args:
-            order: See `show_index`.
-        """
+        """Offer the index keys in the cache to `store`, which keeps the chosen ones."""
         if self.index is not None:
             self._show(*self.index.read(), order)
 
@@ -150,12 +143,7 @@ class IndexedLayer(PolicyLayer):
         self._shown = keys, beside
 
     def append_index(self, new: Tensor, places: Tensor | None) -> Tensor:
-        """Append the index keys of a forward's tokens; return all index keys of the layer.
-
-        Args:
-            new: See `show_index`.
-            places: See `show_index`.
-        """
+        """Append the index keys of a forward's tokens; return all index keys of the layer."""
         slots = _slots(new, places)
         if self.index is None:
             self.index = self.storage.beside().hold(*slots)

@@ -315,16 +315,15 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def join(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's keys and values with new ones at the end, for `store` to choose from.
 
-        The layer holds the new tokens only after `store` has kept some of all slots. If there is
-        memory behind the slots held, the new tokens are written there.
+        The layer holds some already, and holds the new tokens only after `store` has kept some of
+        all slots. If there is memory behind the slots held, the new tokens are written there.
 
         Args:
             keys: ``[batch, kv_heads, new_len, head_dim]``.
             values: ``[batch, kv_heads, new_len, head_dim]``.
         """
         held = self.held
-        if held is None:
-            return keys, values
+        assert held is not None
         if isinstance(held, Plain) and held.has_room_for(keys, values):
             whole = held.appended(keys, values)
             keys, values = whole.read()

@@ -7,7 +7,11 @@ from torch import Tensor
 
 from kvpolicy.integrations.transformers.model.parallel import HeadSharding
 from kvpolicy.integrations.transformers.model.projection import OutputProjection
-from kvpolicy.integrations.transformers.model.rotary import RotaryChannels
+from kvpolicy.integrations.transformers.model.rotary import (
+    Gapless,
+    LayerRotary,
+    RotaryChannels,
+)
 from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.integrations.transformers.state.storage import StoredKV
 
@@ -36,6 +40,11 @@ class LayerFacts:
     def of_copy(self) -> LayerFacts:
         """Return a copy for a copied cache, which is bound to no model."""
         return attrs.evolve(self, shows_queries=True, projection=None)
+
+    def rotary(self, gapless: Gapless | None = None) -> LayerRotary:
+        """Return the rotary embedding of the layer's keys; see `LayerRotary`."""
+        assert self.turns is not None
+        return LayerRotary(self.turns, gapless)
 
     def weight(self, values: Tensor) -> Tensor:
         """Return `LayerInputs.output_weight` in the dtype and on the device of ``values``."""

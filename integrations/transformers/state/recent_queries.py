@@ -61,13 +61,7 @@ class RecentQueries:
         return whole if most is None else whole.last(most + new_len, tokens, unbroken)
 
     def last(self, count: int, tokens: SeenTokens, unbroken: int) -> RecentQueries:
-        """Return a copy with only the last ``count`` queries of every row.
-
-        Args:
-            count: How many queries to keep.
-            tokens: See `positions`.
-            unbroken: See `noted`.
-        """
+        """Return a copy with only the last ``count`` queries of every row."""
         queries, excess = self.queries, self.count - count
         if queries is None or excess <= 0:
             return self
@@ -118,11 +112,7 @@ class RecentQueries:
         return sum(each.untyped_storage().nbytes() for each in self.tensors().values())
 
     def positions(self, tokens: SeenTokens) -> Tensor:
-        """Return the positions ``[batch, count]`` of the queries' tokens, -1 on padding.
-
-        Args:
-            tokens: The tokens seen, at least up to ``end``.
-        """
+        """Return the positions ``[batch, count]`` of the queries' tokens, -1 on padding."""
         valid = tokens.valid[:, : self.end]
         places = (valid.cumsum(dim=1) - 1).masked_fill(~valid, -1)
         if self.columns is None:
@@ -137,11 +127,7 @@ class RecentQueries:
         return torch.arange(self.end - self.count, self.end).expand(batch, -1)
 
     def shown(self, tokens: SeenTokens) -> tuple[Tensor, Tensor]:
-        """Return the queries and their positions, in each row sorted so that padding comes first.
-
-        Args:
-            tokens: See `positions`.
-        """
+        """Return the queries and their positions, sorted so that padding comes first."""
         assert self.queries is not None
         places = self.positions(tokens).to(self.queries.device)
         if not tokens.padded:

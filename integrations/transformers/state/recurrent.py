@@ -193,13 +193,7 @@ def link(layers: Sequence[PolicyLayer]) -> None:
 
 
 def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
-    """Make the empty cache layer that suits a kind of model layer.
-
-    Args:
-        kind: Kind of the model layer.
-        storage: How keys and values are held.
-        room: Slots for which memory is reserved.
-    """
+    """Make the empty cache layer that suits a kind of model layer."""
     if kind.producer is not None:
         return SharedLayer(storage, room, kind.producer)
     if kind.crosses:

@@ -133,10 +133,6 @@ def held_in_words(layers: Sequence[PolicyLayer], seen: int) -> str:
     """Say in a few words how much a cache has read and holds, without reading a tensor.
 
     Of a layer whose rows or heads hold different numbers of tokens, the largest is shown.
-
-    Args:
-        layers: The layers of the cache.
-        seen: Columns seen, padding included.
     """
     counts = [layer.kept_len for layer in layers if layer.attends]
     if not seen or not counts:

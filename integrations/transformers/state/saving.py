@@ -54,17 +54,7 @@ class SavedCache:
     starts_turn: bool
 
     def write(self, path: str | os.PathLike[str], **beside: str) -> None:
-        """Write the cache to a file; leave no partial file if that fails.
-
-        Args:
-            path: The file.
-            beside: Further texts for the file by name, which `read` does not look at.
-
-        Raises:
-            TypeError: ``path`` is no path.
-            OSError: The file cannot be written, or ``path`` exists and is not a regular file.
-            ValueError: ``path`` is empty.
-        """
+        """Write the cache to a file; leave no partial file if that fails."""
         _check_path(path)
         check_target(path)  # before tensors are copied
         model, samples = self.model.packed()
@@ -96,13 +86,7 @@ class SavedCache:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> SavedCache:
-        """Read a saved cache from a file, with all tensors on the CPU.
-
-        Raises:
-            TypeError: ``path`` is no path.
-            OSError: The file cannot be read, or is not a regular file.
-            ValueError: The file is not a saved cache, has another version, or was changed.
-        """
+        """Read a saved cache from a file, with all tensors on the CPU."""
         _check_path(path)
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(f"path must be a regular file, got {path}")
@@ -128,16 +112,7 @@ class SavedCache:
             ) from None
 
     def policy_of(self, path: str | os.PathLike[str], policy: CachePolicy | None) -> CachePolicy:
-        """Return the policy that filled the saved cache: the given one, or built from the file.
-
-        Args:
-            path: The file, for messages.
-            policy: The policy, if it is given; else it is built from its description.
-
-        Raises:
-            TypeError: ``policy`` is not a `CachePolicy`.
-            ValueError: ``policy`` is a different one, or is None though it must be given.
-        """
+        """Return the policy that filled the saved cache: the given one, or built from the file."""
         try:
             own = from_description(self.policy)
         except (ValueError, RecursionError) as error:
@@ -174,12 +149,7 @@ def _check_path(path: object) -> None:
 
 
 def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return a file's contents after a check that all of it is as it was written.
-
-    Raises:
-        KeyError: A text or tensor is missing.
-        ValueError: One was changed or added; the message names it.
-    """
+    """Return a file's contents after a check that all of it is as it was written."""
     text = metadata["contents"]
     if _digest(text) != metadata["digest"]:
         raise ValueError("its contents were changed after it was written")

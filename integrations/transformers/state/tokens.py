@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import attrs
 import torch
 from torch import Tensor
@@ -86,11 +89,7 @@ class SeenTokens:
         return self.rows_since or (self.appended.shape[1],) * self.batch
 
     def due(self, every: int) -> tuple[int, ...]:
-        """Return the rows in which layers must evict now, while decoding an answer.
-
-        Args:
-            every: Number of tokens of a row between two evictions.
-        """
+        """Return the rows in which layers must evict now, while decoding an answer."""
         return tuple(row for row, count in enumerate(self.since) if count >= every)
 
     @property
@@ -178,11 +177,6 @@ class SeenTokens:
         """Return a copy after the policy has acted, in which no token counts as appended.
 
         The policy has acted on all tokens.
-
-        Args:
-            every: See `due`: the policy has evicted only in the rows that `due` returns. In other
-                rows all tokens count as kept too, but ``rows_since`` still counts them. 0 means all
-                rows.
         """
         since = tuple(0 if count >= every else count for count in self.since)
         return attrs.evolve(
@@ -210,51 +204,37 @@ class SeenTokens:
         """Return a copy without the last ``count`` columns, which the policy has not acted on."""
         keep = self.seen - count
         valid, gone = self.valid[:, :keep], self.valid[:, keep:].sum(dim=1)
-        since = self.rows_since
+        since, left = self.rows_since, self.appended.shape[1] - count
         if since is not None:
             since = tuple(own - less for own, less in zip(since, gone.tolist(), strict=True))
-        return SeenTokens(
+        return attrs.evolve(
+            self,
             valid=valid,
             lengths=self.lengths - gone,
-            appended=self.appended[:, : self.appended.shape[1] - count],
-            acted_ids=self.acted_ids,
-            appended_ids=self.appended_ids[:, : self.appended.shape[1] - count],
+            appended=self.appended[:, :left],
+            appended_ids=self.appended_ids[:, :left],
             padded=self.padded and not bool(valid.all()),
-            skipped=self.skipped,
             kinds=None if self.kinds is None else self.kinds[:, :keep],
             rows_since=since,
         )
 
     def to(self, device: torch.device) -> SeenTokens:
         """Return a copy of the record with all tensors on a device."""
-        return SeenTokens(
-            valid=self.valid.to(device),
-            lengths=self.lengths.to(device),
-            appended=self.appended.to(device),
-            acted_ids=self.acted_ids.to(device),
-            appended_ids=self.appended_ids.to(device),
-            padded=self.padded,
-            skipped=None if self.skipped is None else self.skipped.to(device),
-            kinds=None if self.kinds is None else self.kinds.to(device),
-            rows_since=self.rows_since,
-        )
+        return attrs.evolve(self, **self._each(lambda tensor: tensor.to(device)))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Return all tensors among the arguments, by name, each of them changed."""
+        found = attrs.asdict(self, recurse=False).items()
+        return {name: change(each) for name, each in found if isinstance(each, Tensor)}
 
     def take_rows(self, rows: Tensor) -> SeenTokens:
         """Return a copy of the record for only the given rows ``[count]`` of the batch."""
         rows = rows.to(self.lengths.device)
-        valid = self.valid.index_select(0, rows)
-        since = self.rows_since
-        return SeenTokens(
-            valid=valid,
-            lengths=self.lengths.index_select(0, rows),
-            appended=self.appended.index_select(0, rows),
-            acted_ids=self.acted_ids.index_select(0, rows),
-            appended_ids=self.appended_ids.index_select(0, rows),
-            padded=self.padded and not bool(valid.all()),
-            skipped=None if self.skipped is None else self.skipped.index_select(0, rows),
-            kinds=None if self.kinds is None else self.kinds.index_select(0, rows),
-            rows_since=None if since is None else tuple(since[row] for row in rows.tolist()),
-        )
+        taken, since = self._each(lambda tensor: tensor.index_select(0, rows)), self.rows_since
+        taken["padded"] = self.padded and not bool(taken["valid"].all())
+        if since is not None:
+            taken["rows_since"] = tuple(since[row] for row in rows.tolist())
+        return attrs.evolve(self, **taken)
 
     def with_padding(self, valid: Tensor) -> tuple[SeenTokens, Tensor]:
         """Return a copy in which some tokens already read are padding, as after an end of text.

@@ -16,12 +16,7 @@ from torch import Tensor
 
 
 def check_target(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
-    """Return the regular file to write, with links resolved, and its file mode if it exists.
-
-    Raises:
-        OSError: ``path`` exists and is not a regular file.
-        ValueError: ``path`` is empty.
-    """
+    """Return the regular file to write, with links resolved, and its file mode if it exists."""
     if not os.fspath(path):
         raise ValueError(f"path must name a file, got {path!r}")
     target = Path(os.path.realpath(path))
@@ -37,17 +32,7 @@ def check_target(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
 def write_whole(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write a safetensors file; after a crash, either the old file or the new one is there.
-
-    Args:
-        path: The file; it is replaced if it exists.
-        tensors: Contiguous tensors in CPU memory.
-        metadata: The strings of the file's header.
-
-    Raises:
-        OSError: The file cannot be written, or ``path`` exists and is not a regular file.
-        ValueError: ``path`` is empty.
-    """
+    """Write a safetensors file; after a crash, either the old file or the new one is there."""
     target, mode = check_target(path)
     new = target.with_name(f".saving-{uuid.uuid4().hex}")
     os.close(os.open(new, os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode | 0o600))

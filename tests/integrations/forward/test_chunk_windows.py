@@ -158,8 +158,8 @@ def test_what_is_held_between_chunks(family: str, name: str) -> None:
         store.start_turn(prompt_len=200)
         for start in range(0, 160, 40):
             read(model, store, range(start, start + 40, 40))
-            assert store._reader.chunks is not None
-            beside = store._reader.chunks.asked | store._reader.chunks.carried.keys()
+            assert store._reader.now.chunks is not None
+            beside = store._reader.now.chunks.asked | store._reader.now.chunks.carried.keys()
             for index, (layer, bounded) in enumerate(
                 zip(store.layers, windowed(model), strict=True)
             ):
@@ -170,7 +170,7 @@ def test_what_is_held_between_chunks(family: str, name: str) -> None:
                 places = layer.positions[0, 0].tolist()
                 assert places == list(range(start + 41 - WINDOW if bounded else 0, start + 40))
         read(model, store, range(160, 200, 40))
-    assert store._reader.chunks is None
+    assert store._reader.now.chunks is None
 
 
 @pytest.mark.parametrize("length", [2 * WINDOW, 2 * WINDOW + 1])
@@ -222,8 +222,8 @@ def test_memory_does_not_grow_with_the_prompt() -> None:
                 chunk = ids[:, stop - 20 : stop]
                 model(chunk, attention_mask=mask[:, :stop], cache=store)
                 assert max(layer.capacity for layer in store.layers) <= WINDOW
-            assert store._reader.chunks is not None
-            sums = sum(each.nbytes for each in store._reader.chunks.carried.values())
+            assert store._reader.now.chunks is not None
+            sums = sum(each.nbytes for each in store._reader.now.chunks.carried.values())
             held.append((sum(layer.nbytes() for layer in store.layers), sums))
     assert held[0] == held[1]
 

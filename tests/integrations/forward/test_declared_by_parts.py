@@ -93,7 +93,7 @@ def read_in_chunks(
         cache.start_turn(prompt_len=50)
         for start in (0, 20):
             model(PROMPT[:, start : start + 20], cache=cache)
-        chunks = cache._reader.chunks
+        chunks = cache._reader.now.chunks
         assert chunks is not None
         logits = model(PROMPT[:, 40:], cache=cache).logits
     held = [queries[0].shape[2] for _, queries in chunks.parts if queries]

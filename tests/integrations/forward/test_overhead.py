@@ -21,12 +21,12 @@ LIMITS = {
 
 # The most Python calls that a layer may add in such a prompt.
 CALLS = {
-    "FullContext": 42,
-    "StreamingLLM": 88,
-    "SnapKV": 108,
-    "KeyDiff": 102,
-    "FastKV": 118,
-    "AdaKV": 137,
+    "FullContext": 34,
+    "StreamingLLM": 75,
+    "SnapKV": 95,
+    "KeyDiff": 89,
+    "FastKV": 105,
+    "AdaKV": 123,
 }
 
 

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import OffloadedStorage, PlainStorage, PolicyCache
 from kvpolicy.integrations.transformers.forward import attending, layer_masks, packed_attention
-from kvpolicy.integrations.transformers.forward.pass_run import PassRun
+from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.state.packed import Packed
 from kvpolicy.policies import AdaKV, FullContext
 from tests.integrations.support.conversation import left_padded
@@ -199,7 +199,7 @@ def test_a_layer_that_attends_in_a_way_of_its_own_is_refused(
     ids = torch.tensor([random_tokens(0, 50)])
     with torch.no_grad(), cache.attached(model):
         model(ids, cache=cache)
-        monkeypatch.setattr(PassRun, "waits_for", lambda *_, **__: False)
+        monkeypatch.setattr(routing, "_made_of", lambda *_: False)
         with pytest.raises(
             UnsupportedModelError,
             match="model must give an attention function the keys of the cache",

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from benchmarks.overhead import SIZES, Calls
 from kvpolicy.errors import NotAttachedError
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.model import attachment
 from kvpolicy.integrations.transformers.model.walking import modules_of, path_to
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV
@@ -209,3 +210,26 @@ def test_a_layer_called_by_hand_after_an_interruption_is_refused() -> None:
             layer(hidden, position_embeddings=rotary, **{CACHE: cache})
         model(prompt, cache=cache)
     assert marks_on(model) == before
+
+
+def test_a_cache_that_leaves_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may end its forward while a layer looks for the cache that calls it."""
+    model, ids = tiny_model("llama", seed=1, num_layers=2), torch.tensor([random_tokens(0, 30)])
+    leaving, staying = PolicyCache(POLICY), PolicyCache(POLICY)
+    first, own = leaving._reader, attachment.carries
+    with torch.no_grad(), leaving.attached(model), staying.attached(model):
+        assert first.attachment is not None
+        gone = first.attachment
+
+        def carries(cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+            found = own(cache, args, kwargs)
+            if cache is leaving and "position_embeddings" in kwargs:  # in a layer
+                gone._leave_layers()
+            return found
+
+        expected = model(ids, cache=staying, logits_to_keep=1).logits
+        staying.reset()
+        gone._enter_layers()
+        monkeypatch.setattr(attachment, "carries", carries)
+        assert torch.equal(model(ids, cache=staying, logits_to_keep=1).logits, expected)
+        assert 0 < staying.layers[1].kept_len < 30

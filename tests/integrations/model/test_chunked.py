@@ -14,7 +14,12 @@ from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.model.kinds import ChunkedAttention, FullAttention
-from kvpolicy.integrations.transformers.model.masks import Chunk, Visibility, first_seen
+from kvpolicy.integrations.transformers.model.masks import (
+    Chunk,
+    Spans,
+    Visibility,
+    first_seen,
+)
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
@@ -122,3 +127,16 @@ def test_what_needs_the_whole_context_is_refused_behind_a_chunk() -> None:
         with pytest.raises(UnsupportedModelError, match=message):
             generate(model, store, ids)
         assert store.get_seq_length() == 0
+
+
+def test_an_image_is_seen_whole_through_a_narrower_window() -> None:
+    """Tokens 3 to 5 of a row with two held tokens are an image; the window has two tokens."""
+    own = torch.ones(5, 5, dtype=torch.bool).tril()
+    own[1:4, 1:4] = True
+    places = torch.tensor([[2, 3, 4, 5, 6]])
+    spans = Spans.of(own[None, None], places > 0, None, places)
+    assert spans is not None
+    seen = Visibility(torch.arange(7)[None, None], places, 1, 2, spans).mask("sdpa", torch.float32)
+    assert isinstance(seen, torch.Tensor)
+    expected = [[1, 2], [2, 3, 4, 5], [2, 3, 4, 5], [2, 3, 4, 5], [2, 3, 4, 5, 6]]
+    assert [row.nonzero()[:, 0].tolist() for row in seen[0, 0]] == expected

@@ -76,14 +76,10 @@ class Bound(AtQueries):
             observed=layer.observed,
         )
         how = self._decoding, at.masks.windows[index], at.call.implementation
-        if layer.indexed is not None:
-            # A layer that uses the slots of another layer's indexer keeps the same tokens.
-            follows = self._kept if layer.indexed.borrows else None
-            chosen = held.choose(*how, follows=follows, due=self._due)
-            self._kept = chosen.indices
-        else:
-            chosen = held.choose(*how, due=self._due)
-        chosen.store()
+        # A layer that uses the slots of another layer's indexer keeps the same tokens.
+        follows = self._kept if layer.indexed is not None and layer.indexed.borrows else None
+        kept = held.choose(*how, follows=follows, due=self._due)
+        self._kept = kept if layer.indexed is not None else self._kept
 
     def finish(self, at: PassState) -> SeenTokens:
         """Return the record of seen tokens after layers have evicted; see `AtQueries.finish`."""

@@ -14,7 +14,6 @@ from kvpolicy.decoding import DecodingEviction
 from kvpolicy.host_counts import on_device
 from kvpolicy.integrations.transformers.forward.layer_contexts import layer_context
 from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
-from kvpolicy.integrations.transformers.model.rotary import LayerRotary
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
@@ -164,8 +163,8 @@ class LayerCandidates:
         implementation: str,
         follows: Tensor | None = None,
         due: Due | None = None,
-    ) -> Selection:
-        """Let the layer choose which of the tokens it holds to keep.
+    ) -> Tensor:
+        """Let the layer choose which of the tokens it holds to keep, and keep only these.
 
         Args:
             decoding: The rule that bounds the answer.
@@ -174,6 +173,9 @@ class LayerCandidates:
             follows: ``[batch, 1, kept_len]`` int64, the choice of an earlier layer that holds the
                 same tokens, which this layer keeps too; None if it chooses by itself.
             due: The rows in which the layer chooses; None for all.
+
+        Returns:
+            ``[batch, kv_heads or 1, kept_len]`` int64, the slots kept, padding on the left.
         """
         held, order = self._padding_first()
         carries = decoding.state_size
@@ -190,7 +192,13 @@ class LayerCandidates:
             kept = held._with_others(kept, rows)
             if carried is not None and own is not None:
                 carried = carried.index_copy(0, rows, own)
-        return Selection(held, order, kept, carried, self._still_looked_at(decoding, due))
+        layer, observed = self.layer, self._still_looked_at(decoding, due)
+        if layer.indexed is not None:
+            layer.indexed.show_held(order)
+        layer.store(*held.stored, held.positions, kept, carried)
+        if observed is not None:
+            layer.observed = attrs.evolve(observed, carried=layer.observed.carried)
+        return kept
 
     def _decided(
         self,
@@ -282,39 +290,6 @@ class LayerCandidates:
             stored=self.stored,
             tokens=tokens,
             decoding=DecodingInputs(carried, places),
-            rotary=self._rotary() if decoding.needs_rotary else None,
+            rotary=layer.facts.rotary() if decoding.needs_rotary else None,
             output_weight=layer.facts.weight(values) if decoding.needs_output_weight else None,
         )._showing(decoding.num_queries)
-
-    def _rotary(self) -> LayerRotary:
-        assert self.layer.facts.turns is not None
-        return LayerRotary(self.layer.facts.turns)
-
-
-@attrs.frozen(eq=False)
-class Selection:
-    """A layer's choice of the tokens to keep, not yet stored in the layer.
-
-    Args:
-        held: The tokens that the layer holds, padding on the left.
-        order: ``[batch, kv_heads or 1, key_len]`` int64, the layer's slot in each place of
-            ``held``; None if the order is the layer's.
-        indices: ``[batch, kv_heads or 1, kept_len]``, the indices to keep.
-        carried: The scorer's state for each key; None if there is none.
-        observed: The queries that the next choice needs; None if it needs none.
-    """
-
-    held: LayerCandidates
-    order: Tensor | None
-    indices: Tensor
-    carried: Tensor | None
-    observed: RecentQueries | None
-
-    def store(self) -> None:
-        """Store the kept tokens in the layer."""
-        layer, positions = self.held.layer, self.held.positions
-        if layer.indexed is not None:
-            layer.indexed.show_held(self.order)
-        layer.store(*self.held.stored, positions, self.indices, self.carried)
-        if self.observed is not None:
-            layer.observed = attrs.evolve(self.observed, carried=layer.observed.carried)

@@ -56,12 +56,7 @@ KINDS: tuple[type[LayerKind], ...] = (
 
 
 def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
-    """Return the kind of each decoder layer, found from the model's configuration.
-
-    Args:
-        config: The decoder's configuration.
-        num_layers: Number of its layers.
-    """
+    """Return the kind of each decoder layer, found from the model's configuration."""
     own = DynamicCache(config=config).layers
     called = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     called = called or ["full_attention"] * num_layers
@@ -95,11 +90,7 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
 
 
 def check_kinds(kinds: Sequence[LayerKind]) -> None:
-    """Check that no decoder layer is of a kind that policies cannot be applied to.
-
-    Raises:
-        UnsupportedModelError: It cannot.
-    """
+    """Check that no decoder layer is of a kind that policies cannot be applied to."""
     for index, kind in enumerate(kinds):
         refusal = kind.refusal(index)
         if refusal is not None:
