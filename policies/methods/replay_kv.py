@@ -26,10 +26,11 @@ class ReplayKV(EvictionMethod):
     For prompts whose questions come later: neither a question nor a second reading is needed. The
     queries of the prompt are rotated to the position after it, and attend to all of it. A token's
     saliency is the largest attention that it receives from the queries just before it, times the
-    norm of its value (see `ReplayedAttentionScorer`). One threshold over all layers and heads decides which tokens stay
-    (`GlobalThresholdSelector`). If ``tsp_rate`` is below 1, only the most salient tokens go on
-    after layer ``tsp_layer``, as in `FastKV`. This is not a published method: it is `KVzip` with
-    the first reading's queries in place of a second reading, found by this project's study.
+    norm of its value (see `ReplayedAttentionScorer`). One threshold over all layers and heads
+    decides which tokens stay (`GlobalThresholdSelector`). If ``tsp_rate`` is below 1, only the most
+    salient tokens go on after layer ``tsp_layer``, as in `FastKV`. This is not a published method:
+    it is `KVzip` with the first reading's queries in place of a second reading, found by this
+    project's study.
 
     Args:
         retention_rate: Fraction of the context that layers and heads keep on average, in (0, 1].

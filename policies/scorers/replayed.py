@@ -145,8 +145,8 @@ def _replayed(context: LayerContext, shown: slice) -> Tensor:
     after = context.positions[:, :1, -1:] + 1  # the last slot is every row's last token
     queries = context.queries[:, :, shown].float()
     queries = rotary.moved(queries, places, after.expand_as(places))
-    grouped = queries.unflatten(1, (context.kv_heads, -1)).transpose(2, 3)
-    return grouped * context.attention.scaling
+    grouped = queries.reshape(context.batch, context.kv_heads, -1, *queries.shape[2:])
+    return grouped.transpose(2, 3) * context.attention.scaling
 
 
 def _logits(context: LayerContext, products: Tensor) -> Tensor:
