@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .attention import Entry
 from .head_budgets import AdaKV
 from .methods import LayerView
 
@@ -81,8 +82,9 @@ class NestedKV(AdaKV):
     def head_scores(self, layer: LayerView) -> list[list[float]]:
         """Returns, per KV head, the anomaly of the keys before the window."""
         return [
-            anomaly_scores([each.key for each in held], self.local_size, self.block_size)[
-                : max(len(held) - self.window_size, 0)
-            ]
-            for held in layer.entries
+            self.of_entries(held)[: max(len(held) - self.window_size, 0)] for held in layer.entries
         ]
+
+    def of_entries(self, held: Sequence[Entry]) -> list[float]:
+        """Returns the anomaly of all keys that a head holds."""
+        return anomaly_scores([each.key for each in held], self.local_size, self.block_size)
