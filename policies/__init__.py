@@ -17,6 +17,7 @@ from kvpolicy.policies.methods.key_norm import KeyNorm
 from kvpolicy.policies.methods.kvzip import KVzip
 from kvpolicy.policies.methods.lag_kv import LagKV
 from kvpolicy.policies.methods.lazy_llm import LazyLLM
+from kvpolicy.policies.methods.nested_kv import NestedKV
 from kvpolicy.policies.methods.prompt_distill import PromptDistill
 from kvpolicy.policies.methods.pyramid_infer import PyramidInfer
 from kvpolicy.policies.methods.pyramid_kv import PyramidKV
@@ -39,6 +40,7 @@ from kvpolicy.policies.propagation.staged import StagedPropagation
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
 from kvpolicy.policies.propagation.visual_tokens import VisualTokenPropagation
 from kvpolicy.policies.scorers.accumulated import AccumulatedAttentionScorer
+from kvpolicy.policies.scorers.anomaly import KeyAnomalyScorer
 from kvpolicy.policies.scorers.block_product import BlockProductScorer
 from kvpolicy.policies.scorers.chunk_attention import ChunkAttentionScorer
 from kvpolicy.policies.scorers.chunks import ChunkMeanScorer
@@ -104,6 +106,7 @@ __all__ = [
     "GlobalThresholdSelector",
     "KVzip",
     "KeepAllSelector",
+    "KeyAnomalyScorer",
     "KeyDiff",
     "KeyDiffScorer",
     "KeyNorm",
@@ -115,6 +118,7 @@ __all__ = [
     "LazyLLM",
     "LeverageScorer",
     "MaxScorer",
+    "NestedKV",
     "PassAllPropagation",
     "PeakAttentionScorer",
     "PromptDistill",

@@ -26,6 +26,7 @@ from kvpolicy.policies import (
     KeyNorm,
     KeyNormScorer,
     LagKV,
+    NestedKV,
     PassAllPropagation,
     PyramidKV,
     PyramidSelector,
@@ -49,6 +50,7 @@ METHODS: list[Callable[..., CachePolicy]] = [
     PyramidKV,
     AdaKV,
     LagKV,
+    NestedKV,
     CurDKV,
     ChunkKV,
 ]

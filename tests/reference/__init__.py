@@ -4,6 +4,7 @@ The reference is written from the description of the methods, not from the libra
 code, so they agree only where both follow the description.
 """
 
+from .anomaly import NestedKV
 from .dense import Act, causal_visible, dense_masked_logits, visible_after
 from .droppers import CLAA, LazyLLM, PromptDistill, SlimInfer, UniPrefill
 from .gapless import GaplessState
@@ -44,6 +45,7 @@ __all__ = [
     "LagKV",
     "LazyLLM",
     "Method",
+    "NestedKV",
     "PromptDistill",
     "PyramidInfer",
     "PyramidKV",

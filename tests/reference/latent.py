@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from .anomaly import NestedKV
 from .attention import Entry, attention_probabilities
 from .decoder import decoder_layers, finish_layer, rms_norm, rotate
 from .droppers import CLAA
@@ -57,6 +58,15 @@ class LatentLagKV(LagKV):
     def scores(self, layer: LayerView, head: int) -> list[float]:
         """Returns the heads' mean score."""
         return head_mean([self.of_entries(held) for held in per_head(layer.entries[head])])
+
+
+@dataclass(frozen=True)
+class LatentNestedKV(NestedKV):
+    """NestedKV on the expanded keys, averaged over all heads."""
+
+    def of_entries(self, held: Sequence[Entry]) -> list[float]:
+        """Returns the heads' mean anomaly."""
+        return head_mean([super(LatentNestedKV, self).of_entries(own) for own in per_head(held)])
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,8 @@ class LatentState(ReferenceState):
         """Starts an empty context; see `ReferenceState`."""
         if isinstance(method, KeyDiff):
             method = LatentKeyDiff(**asdict(method))
+        if isinstance(method, NestedKV):
+            method = LatentNestedKV(**asdict(method))
         if isinstance(method, ExpectedAttention):
             method = LatentExpectedAttention(**asdict(method))
         if isinstance(method, LagKV):

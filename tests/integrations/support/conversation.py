@@ -26,6 +26,7 @@ from kvpolicy.policies import (
     KeyDiff,
     LagKV,
     LazyLLM,
+    NestedKV,
     PromptDistill,
     PyramidInfer,
     PyramidKV,
@@ -69,6 +70,10 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
     "tova": (TOVA(0.25), reference.TOVA(0.25)),
     # No KeyNorm: in the first layer a repeated token has equal norms, except for rounding.
     "keydiff": (KeyDiff(0.4, window_size=2), reference.KeyDiff(0.4, window_size=2)),
+    "nestedkv": (
+        NestedKV(0.4, window_size=2, local_size=5, block_size=16),
+        reference.NestedKV(0.4, window_size=2, local_size=5, block_size=16),
+    ),
     "lagkv": (
         LagKV(0.6, window_size=2, num_sinks=2, lag_size=8),
         reference.LagKV(0.6, window_size=2, num_sinks=2, lag_size=8),
