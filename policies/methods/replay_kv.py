@@ -10,12 +10,15 @@ from kvpolicy.interfaces import PropagationPolicy, Scorer
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.eviction import EvictionMethod
 from kvpolicy.policies.methods.method import Parts
+from kvpolicy.policies.propagation.cross_layer import CrossLayerPropagation
 from kvpolicy.policies.propagation.pass_all import PassAllPropagation
-from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
 from kvpolicy.policies.scorers.replayed import ReplayedAttentionScorer
 from kvpolicy.policies.scorers.wrapping import ValueAwareScorer
 from kvpolicy.policies.selectors.global_threshold import GlobalThresholdSelector
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
+
+# Neighbouring tokens that go on together: answers are spans.
+SPAN = 7
 
 
 @documented
@@ -27,10 +30,10 @@ class ReplayKV(EvictionMethod):
     queries of the prompt are rotated to the position after it, and attend to all of it. A token's
     saliency is the largest attention that it receives from the queries just before it, times the
     norm of its value (see `ReplayedAttentionScorer`). One threshold over all layers and heads
-    decides which tokens stay (`GlobalThresholdSelector`). If ``tsp_rate`` is below 1, only the most
-    salient tokens go on after layer ``tsp_layer``, as in `FastKV`. This is not a published method:
-    it is `KVzip` with the first reading's queries in place of a second reading, found by this
-    project's study.
+    decides which tokens stay (`GlobalThresholdSelector`). If ``tsp_rate`` is below 1, fewer tokens
+    go on after layer ``tsp_layer``: spans of tokens that stand out most in any head of any layer so
+    far (`CrossLayerPropagation`). This is not a published method: it is `KVzip` with the first
+    reading's queries in place of a second reading, found by this project's study.
 
     Args:
         retention_rate: Fraction of the context that layers and heads keep on average, in (0, 1].
@@ -87,9 +90,11 @@ class ReplayKV(EvictionMethod):
             check_count("tsp_layer", self.tsp_layer)
         if check_rate("tsp_rate", self.tsp_rate) == 1:
             return PassAllPropagation()
-        return TokenSelectivePropagation(
+        return CrossLayerPropagation(
             self.tsp_rate,
             tsp_layer=self.tsp_layer,
             window_size=max(self.window_size, 1),
             protect=first,
+            voting_layers=None,
+            kernel_size=SPAN,
         )

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from kvpolicy.attention import group_mean, standardized
-from kvpolicy.checks import check_count
+from kvpolicy.checks import check_count, check_kernel_size
 from kvpolicy.context import LayerContext
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
 
 REDUCTIONS = ("max", "mean")
+# More than any model has.
+ALL_LAYERS = 1 << 16
 
 
 @attrs.frozen
@@ -38,8 +40,11 @@ class CrossLayerPropagation(TokenSelectivePropagation):
         tsp_depth: The layer as a fraction of the model, in place of ``tsp_layer``; see
             `TokenSelectivePropagation`.
         voting_layers: Number of layers whose saliency counts, the acting one included; at least 1.
+            None for all up to the acting one.
         standardize: Whether the saliency of each layer and head is standardized first.
         reduction: ``"max"``, or ``"mean"`` for the mean over layers and KV heads.
+        kernel_size: Width, odd, of a mean over neighbouring tokens' rankings; 1 for none. What
+            lies outside, and the window, counts as 0.
 
     Raises:
         TypeError: An argument is not of its type.
@@ -56,32 +61,41 @@ class CrossLayerPropagation(TokenSelectivePropagation):
 
     paper: ClassVar[str] = "arXiv 2602.16054"
 
-    voting_layers: int = attrs.field(default=4, kw_only=True)
+    voting_layers: int | None = attrs.field(default=4, kw_only=True)
     standardize: bool = attrs.field(default=True, kw_only=True)
     reduction: Literal["max", "mean"] = attrs.field(default="max", kw_only=True)
+    kernel_size: int = attrs.field(default=1, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        check_count("voting_layers", self.voting_layers, minimum=1)
+        if self.voting_layers is not None:
+            check_count("voting_layers", self.voting_layers, minimum=1)
         if not isinstance(self.standardize, bool):
             raise TypeError(f"standardize must be a bool, got {self.standardize!r}")
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {REDUCTIONS}, got {self.reduction!r}")
+        check_kernel_size(self.kernel_size)
 
     @property
     def history_layers(self) -> int:
         """The number of earlier layers whose saliency this policy reads."""
-        return self.voting_layers - 1
+        return ALL_LAYERS if self.voting_layers is None else self.voting_layers - 1
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
         """Return each new token's score: its largest saliency in any of the layers."""
         own = saliency[..., context.key_len - context.new_len :]
         before = context.layer.history[max(len(context.layer.history) - self.history_layers, 0) :]
         per_head = [group_mean(each, context.kv_heads) for each in (*before, own)]
+        scored = context.new_valid & ~context.is_new_tail(self.window_size)
         if self.standardize:
-            scored = context.new_valid & ~context.is_new_tail(self.window_size)
             per_head = [standardized(each, scored[:, None]) for each in per_head]
         if self.reduction == "mean":
-            return torch.stack([context.layer.heads.mean(each) for each in per_head]).mean(dim=0)
-        largest = torch.stack(per_head).amax(dim=0)  # of layers, [batch, kv_heads, new_len]
-        return context.layer.heads.gather(largest).amax(dim=1)
+            found = torch.stack([context.layer.heads.mean(each) for each in per_head]).mean(dim=0)
+        else:
+            largest = torch.stack(per_head).amax(dim=0)  # of layers, [batch, kv_heads, new_len]
+            found = context.layer.heads.gather(largest).amax(dim=1)
+        if self.kernel_size == 1:
+            return found
+        found = found.masked_fill(~scored, 0.0)
+        reach = self.kernel_size // 2
+        return torch.avg_pool1d(found, self.kernel_size, stride=1, padding=reach)

@@ -43,6 +43,7 @@ class CLAA(SnapKV):
         voting_layers: number of layers that vote: the last ones that chose, up to `tsp_layer`.
         whole_layers: number of first layers that keep everything.
         standardize: whether the scores of each KV head are first set to mean 0 and deviation 1.
+        spans: neighbours over which votes are averaged.
     """
 
     tsp_layer: int = 1
@@ -50,6 +51,7 @@ class CLAA(SnapKV):
     voting_layers: int = 4
     whole_layers: int = 4
     standardize: bool = True
+    spans: int = 1
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
         """Returns, per query head, the average-pooled attention to the keys before the window."""
@@ -78,7 +80,7 @@ class CLAA(SnapKV):
             return kept
         asked = sorted(at for at in layer.notes if at <= self.tsp_layer)
         votes = [row for at in asked[-self.voting_layers :] for row in layer.notes[at]]
-        scores = [max(column) for column in zip(*votes, strict=True)]
+        scores = average_pool([max(column) for column in zip(*votes, strict=True)], self.spans)
         exempt = self.exempt(layer.new_positions)
         count = budget(
             self.tsp_rate,

@@ -20,7 +20,7 @@ from .attention import Entry, attention_probabilities
 from .decoder import decoder_layers, finish_layer, rms_norm, rotate
 from .droppers import CLAA
 from .generation import ReferenceState
-from .methods import FastKV, LayerView, Method
+from .methods import LayerView, Method
 from .query_agnostic import ExpectedAttention
 from .replayed import Replay
 from .runs import LagKV
@@ -106,8 +106,12 @@ class LatentReplay(Replay):
 
 
 @dataclass(frozen=True)
-class LatentDroppingReplay(LatentReplay, FastKV):
-    """A `LatentReplay` that passes on only the most salient new tokens after one layer."""
+class LatentDroppingReplay(LatentReplay, LatentCLAA):
+    """A `LatentReplay` that passes on, after one layer, what stands out in any head so far."""
+
+    voting_layers: int = 1000
+    whole_layers: int = 0
+    spans: int = 7
 
 
 def per_head(held: Sequence[Entry]) -> list[tuple[Entry, ...]]:
@@ -129,11 +133,11 @@ class LatentState(ReferenceState):
             method = LatentExpectedAttention(**asdict(method))
         if isinstance(method, LagKV):
             method = LatentLagKV(**asdict(method))
-        if isinstance(method, CLAA):
-            method = LatentCLAA(**asdict(method))
         if isinstance(method, Replay):
-            kind = LatentDroppingReplay if isinstance(method, FastKV) else LatentReplay
+            kind = LatentDroppingReplay if isinstance(method, CLAA) else LatentReplay
             method = kind(**asdict(method))
+        elif isinstance(method, CLAA):
+            method = LatentCLAA(**asdict(method))
         super().__init__(model, method)
 
     def _heads_held(self) -> list[int]:

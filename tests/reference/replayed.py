@@ -8,7 +8,8 @@ from fractions import Fraction
 from torch import Tensor
 
 from .attention import Entry
-from .methods import FastKV, LayerView, SnapKV
+from .droppers import CLAA
+from .methods import LayerView, SnapKV
 from .query_agnostic import turned
 
 
@@ -108,5 +109,9 @@ class Replay(SnapKV):
 
 
 @dataclass(frozen=True)
-class DroppingReplay(Replay, FastKV):
-    """A `Replay` that passes on only the most salient new tokens after one layer."""
+class DroppingReplay(Replay, CLAA):
+    """A `Replay` that passes on, after one layer, what stands out in any head so far."""
+
+    voting_layers: int = 1000
+    whole_layers: int = 0
+    spans: int = 7

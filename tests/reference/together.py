@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .attention import Entry, attention_probabilities
 from .decoder import decoder_layers, embed
+from .droppers import CLAA
 from .generation import ReferenceState
 from .methods import FastKV, LayerView, SnapKV
 from .selection import below, budget, highest, margin
@@ -25,7 +26,7 @@ class Together:
         retention_tokens: the mean budget as a number of tokens; if given, it decides.
         window_size: last entries, always kept.
         protect: positions always kept.
-        base: the method that gives the saliency, and passes tokens on if it is a FastKV; None if
+        base: the method that gives the saliency, and passes tokens on if it can; None if
             `repeat` scores.
         repeat: how the prompt is read again; None if `base` scores.
         uniform: whether each head fills its own budget.
@@ -129,6 +130,7 @@ class TogetherState(ReferenceState):
         self.seen += len(new_token_ids)
         self.rotary += len(new_token_ids)
         self.ids += new_token_ids
+        self.notes = {}  # a method remembers nothing of other prompts
         hidden = embed(self.model, new_token_ids)
         reached, dropped, views, gap = [], {}, [], inf
         for layer_idx in range(len(self.cache)):
@@ -136,7 +138,7 @@ class TogetherState(ReferenceState):
             hidden, queries, grown = self._layer(layer_idx, hidden, positions, positions)
             self.cache[layer_idx] = grown
             views.append(self._view(layer_idx, queries, positions, grown))
-            if isinstance(self.method.base, FastKV):
+            if isinstance(self.method.base, FastKV | CLAA):
                 choice = self.method.base.choose(views[-1])
                 if choice.passed is not None:
                     hidden, before = hidden[choice.passed], positions

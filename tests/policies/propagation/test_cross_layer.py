@@ -13,6 +13,7 @@ from kvpolicy.layer_inputs import AttentionSettings, LayerInputs
 from kvpolicy.policies import (
     CLAA,
     CrossLayerPropagation,
+    ReplayKV,
     StagedPropagation,
     TokenSelectivePropagation,
     WindowMeanPoolScorer,
@@ -107,6 +108,19 @@ def test_standardized_no_layer_wins_by_its_scale() -> None:
     assert passed_on(raw, saliency, context) == [2, 4, 5]
 
 
+def test_neighbours_go_on_together() -> None:
+    """Means of three; the window of 1 and what lies outside count as 0."""
+    row = [0.0, 3.0, 0.0, 0.0, 6.0, 99.0]
+    saliency, context = layer(row, row)
+    part = CrossLayerPropagation(
+        tsp_layer=1, tsp_rate=0.5, window_size=1, standardize=False, kernel_size=3
+    )
+    ranking = part.ranking(saliency, context)[0].tolist()
+    assert ranking[:5] == [1.0, 1.0, 1.0, 2.0, 2.0]
+    assert passed_on(part, saliency, context) == [3, 4, 5]
+    assert passed_on(attrs.evolve(part, kernel_size=1), saliency, context) == [1, 4, 5]
+
+
 def test_a_saliency_that_says_nothing_counts_as_the_mean() -> None:
     saliency, context = layer([0.3] * 6, [0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
     ranking = CrossLayerPropagation(tsp_layer=1, window_size=1).ranking(saliency, context)[0]
@@ -168,6 +182,15 @@ def test_against_slow_loops_in_padded_rows(standardize: bool, protect: int) -> N
                 assert new_of(decision.passed_on[row], context, row) == choices[-1].passed
 
 
+def test_all_layers_may_vote() -> None:
+    saliency, context = layer(*OWN, history=(BEFORE,) * 9)
+    part = CrossLayerPropagation(tsp_layer=1, tsp_rate=0.4, voting_layers=None)
+    ten = attrs.evolve(part, voting_layers=10)
+    assert torch.equal(part.ranking(saliency, context), ten.ranking(saliency, context))
+    policy = ReplayKV(0.2, tsp_rate=0.4)
+    assert policy.remembered_layers(8, range(8)) == {0, 1, 2}
+
+
 def test_a_stage_may_ask_for_history() -> None:
     part = StagedPropagation(
         [
@@ -191,6 +214,7 @@ def test_a_stage_may_ask_for_history() -> None:
             ValueError,
             "reduction must be one of .*, got 'sum'",
         ),
+        ({"kernel_size": 2}, ValueError, "kernel_size must be odd"),
         ({"tsp_rate": 0.2, "tsp_tokens": 5}, ValueError, "exactly one of tsp_rate and tsp_tokens"),
     ],
 )
