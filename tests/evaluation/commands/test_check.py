@@ -86,7 +86,8 @@ def test_attention_that_shows_no_queries(
         "streamingllm",
         "key_norm",
         "keydiff",
-        "lagkv",
+        "nestedkv",
+            "lagkv",
         "curdkv",
         "random",
     }
