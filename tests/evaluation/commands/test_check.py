@@ -87,7 +87,7 @@ def test_attention_that_shows_no_queries(
         "key_norm",
         "keydiff",
         "nestedkv",
-            "lagkv",
+        "lagkv",
         "curdkv",
         "random",
     }
