@@ -55,8 +55,8 @@ class ReplayedAttentionScorer(Scorer):
     Source: This project; the maximum over queries is KVzip's (arXiv 2505.23416).
     """
 
-    reach: int = 4
-    sample_size: int = attrs.field(default=128, kw_only=True)
+    reach: int = attrs.field(default=4, kw_only=True)
+    sample_size: int = attrs.field(default=512, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("reach", self.reach)

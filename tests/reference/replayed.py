@@ -22,7 +22,7 @@ def replayed_peaks(
     theta: float,
     channels: slice = slice(None),
     reach: int = 4,
-    sample_size: int = 128,
+    sample_size: int = 512,
     softcap: float | None = None,
     sink: float | None = None,
 ) -> list[float]:

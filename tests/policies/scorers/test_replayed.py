@@ -19,11 +19,11 @@ from tests.reference.replayed import replayed_peaks
 
 from .support import THETA, in_a_later_turn, turning
 
-REACHES = [(4, 128), (2, 5), (0, 1), (40, 3)]
+REACHES = [(4, 512), (2, 5), (0, 1), (40, 3)]
 
 
 def slow(
-    context: LayerContext, row: int, head: int, reach: int = 4, sample_size: int = 128
+    context: LayerContext, row: int, head: int, reach: int = 4, sample_size: int = 512
 ) -> list[float]:
     view = view_of(context, row)
     group = len(view.queries) // len(view.entries)
@@ -42,7 +42,7 @@ def slow(
 def test_against_slow_loops_in_padded_rows(reach: int, sample_size: int) -> None:
     lens = (19, 11, 3)
     context = turning(1, lens, 19)
-    found = ReplayedAttentionScorer(reach, sample_size=sample_size).score(context)
+    found = ReplayedAttentionScorer(reach=reach, sample_size=sample_size).score(context)
     for row, length in enumerate(lens):
         for head in range(3):
             here = found[row, head, 19 - length :].tolist()
@@ -53,10 +53,10 @@ def test_against_slow_loops_in_padded_rows(reach: int, sample_size: int) -> None
 
 def test_a_token_is_judged_by_queries_before_it_and_by_none_behind() -> None:
     context = turning(4, (20,), 20)
-    near, nearest = (ReplayedAttentionScorer(reach).score(context) for reach in (3, 0))
+    near, nearest = (ReplayedAttentionScorer(reach=reach).score(context) for reach in (3, 0))
     changed = context.queries.clone()
     changed[:, :, 10] *= 5
-    other = ReplayedAttentionScorer(3).score(attrs.evolve(context, queries=changed))
+    other = ReplayedAttentionScorer(reach=3).score(attrs.evolve(context, queries=changed))
     assert set((other != near).any(dim=1)[0].nonzero().flatten().tolist()) <= {10, 11, 12, 13}
     assert not torch.equal(other, near)
     assert (near >= nearest).all()
@@ -69,7 +69,7 @@ def test_blocks_of_queries_change_nothing(
 ) -> None:
     context, scorer = (
         turning(2, (23, 17), 23),
-        ReplayedAttentionScorer(reach, sample_size=sample_size),
+        ReplayedAttentionScorer(reach=reach, sample_size=sample_size),
     )
     whole = scorer.score(context)
     monkeypatch.setattr(replayed, "BLOCK", 5)
@@ -77,7 +77,7 @@ def test_blocks_of_queries_change_nothing(
 
 
 def test_work_grows_with_the_length_and_not_with_its_square() -> None:
-    scorer, counted = ReplayedAttentionScorer(2, sample_size=8), []
+    scorer, counted = ReplayedAttentionScorer(reach=2, sample_size=8), []
     for length in (256, 512):
         with FlopCounterMode(display=False) as counter:
             scorer.score(turning(5, (length,), length))
@@ -90,7 +90,7 @@ def test_in_a_later_turn_all_new_queries_judge_what_was_held(
     reach: int, sample_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = in_a_later_turn(turning(3, (9, 9), 3))
-    scorer = ReplayedAttentionScorer(reach, sample_size=sample_size)
+    scorer = ReplayedAttentionScorer(reach=reach, sample_size=sample_size)
     found = scorer.score(context)
     monkeypatch.setattr(replayed, "PRODUCTS", 100)
     torch.testing.assert_close(scorer.score(context), found)
@@ -139,7 +139,7 @@ def test_a_query_asks_for_later_tokens_as_from_after_the_prompt(
 
 
 @pytest.mark.parametrize(
-    "scorer", [ReplayedAttentionScorer(), ReplayedAttentionScorer(1, sample_size=2)]
+    "scorer", [ReplayedAttentionScorer(), ReplayedAttentionScorer(reach=1, sample_size=2)]
 )
 def test_the_contract(scorer: ReplayedAttentionScorer) -> None:
     check_scorer(scorer)
@@ -147,8 +147,8 @@ def test_the_contract(scorer: ReplayedAttentionScorer) -> None:
 
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="reach must be"):
-        ReplayedAttentionScorer(-1)
+        ReplayedAttentionScorer(reach=-1)
     with pytest.raises(ValueError, match="sample_size must be"):
         ReplayedAttentionScorer(sample_size=0)
     with pytest.raises(TypeError, match="reach must be"):
-        ReplayedAttentionScorer(1.5)  # type: ignore[arg-type]
+        ReplayedAttentionScorer(reach=1.5)  # type: ignore[arg-type]
