@@ -12,6 +12,7 @@ from kvpolicy.context import LayerContext
 from kvpolicy.heads import sum_of_heads
 
 __all__ = [
+    "block_bytes",
     "causal_attention_peaks",
     "causal_attention_sums",
     "group_mean",
@@ -82,13 +83,11 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
     return _nothing(context) if sums is None else sums
 
 
-def causal_attention_peaks(context: LayerContext, *, from_behind: bool = False) -> Tensor:
+def causal_attention_peaks(context: LayerContext) -> Tensor:
     """Return, for each key, the largest causal attention weight from any query.
 
     Args:
         context: The layer.
-        from_behind: True if the context says the queries' positions and all are after all keys:
-            then no key is masked as a later one.
 
     Returns:
         float32 ``[batch, query_heads, key_len]``; 0 on padding.
@@ -97,7 +96,7 @@ def causal_attention_peaks(context: LayerContext, *, from_behind: bool = False) 
         ShapeError: The layer shows no queries; see `LayerContext.queries`.
     """
     peaks = _nothing(context)
-    for block, _, weights in _blocks(context, from_behind=from_behind):
+    for block, _, weights in _blocks(context):
         seen = peaks[:, block, : weights.shape[-1]]
         torch.maximum(seen, weights.amax(dim=2), out=seen)
     return peaks
@@ -110,9 +109,7 @@ def _nothing(context: LayerContext) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=queries.device)
 
 
-def _blocks(
-    context: LayerContext, *, from_behind: bool = False
-) -> Iterator[tuple[slice, slice, Tensor]]:
+def _blocks(context: LayerContext) -> Iterator[tuple[slice, slice, Tensor]]:
     """Compute causal attention block by block; yield each block's heads, queries and weights.
 
     The keys are those up to the block's last query.
@@ -129,11 +126,7 @@ def _blocks(
         block = slice(head * group, (head + heads) * group)
         for start in range(0, context.query_len, count):
             shown = slice(start, start + count)
-            yield (
-                block,
-                shown,
-                _block_weights(context, block, keys, valid, shown, from_behind=from_behind),
-            )
+            yield block, shown, _block_weights(context, block, keys, valid, shown)
 
 
 def _is_padded(context: LayerContext) -> bool:
@@ -145,9 +138,14 @@ def _is_padded(context: LayerContext) -> bool:
     return few or not bool(context.valid.all() & context.query_valid.all())
 
 
+def block_bytes(device: torch.device) -> int:
+    """Return how many bytes of attention logits to compute at a time."""
+    return BLOCK_BYTES.get(device.type, OTHER_BLOCK_BYTES)
+
+
 def _block_sizes(context: LayerContext) -> tuple[int, int]:
     """Return how many KV heads and queries to process at a time, to limit memory use."""
-    limit = BLOCK_BYTES.get(context.keys.device.type, OTHER_BLOCK_BYTES)
+    limit = block_bytes(context.keys.device)
     row_bytes = 4 * context.batch * context.key_len
     group = context.query_heads // context.kv_heads
     head_dim = context.keys.shape[-1]
@@ -162,8 +160,6 @@ def _block_weights(
     keys: Tensor,
     valid: Tensor | None,
     shown: slice,
-    *,
-    from_behind: bool,
 ) -> Tensor:
     """Compute causal attention weights of a block of queries over all keys up to its last query."""
     queries = context.queries
@@ -176,15 +172,13 @@ def _block_weights(
     first = context.key_len - context.query_len + shown.start
     seen = context.key_len if places is not None else first + count
     logits = query_key_products(queries, keys if seen == keys.shape[2] else keys[:, :, :seen])
-    softcap, sinks = context.attention.softcap, context.attention.sinks
-    if softcap is not None:
-        logits.div_(softcap).tanh_().mul_(softcap)
+    logits, sinks = context.attention.capped(logits), context.attention.sinks
     # The lowest number instead of -inf: a padded query that sees nothing stays finite.
     lowest = torch.finfo(torch.float32).min
     if places is None:
         future = _later(count, logits.device, torch.is_inference_mode_enabled())
         logits.narrow(3, first, count).masked_fill_(future, lowest)
-    elif not from_behind:
+    else:
         group = context.query_heads // context.kv_heads
         held = context.positions[:, heads.start // group : -(-heads.stop // group), None]
         future = held > places[:, None, shown, None]  # [batch, kv_heads, query_len, key_len]

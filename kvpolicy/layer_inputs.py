@@ -27,6 +27,12 @@ class AttentionSettings:
     softcap: float | None = None
     sinks: Tensor | None = None
 
+    def capped(self, scores: Tensor) -> Tensor:
+        """Apply the softcap, if there is one, to scaled products of any shape, in place."""
+        if self.softcap is None:
+            return scores
+        return scores.div_(self.softcap).tanh_().mul_(self.softcap)
+
     def check(self, query_heads: int) -> None:
         """Check that there are sinks for all query heads of a context.
 

@@ -6,14 +6,12 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.attention import block_bytes
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 from kvpolicy.selection import gather_slots
 
-# Queries that are held in float32 at a time; and of those that judge all keys, products.
-BLOCK = 1024
-PRODUCTS = 1 << 24
 # First tokens of a row, which take much of most queries' attention: always in the sample.
 FIRST = 4
 
@@ -74,41 +72,43 @@ class ReplayedAttentionScorer(Scorer):
 
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
-        keys, places = context.keys.float(), context.query_places
-        first = context.key_len - context.query_len  # the slot of the first query's token
+        keys = context.keys.float()
         sampled, shares = self._sample(context, keys)
         near = keys.new_full(context.positions.shape, -torch.inf)
         older = _older(context)
         far = None if older is None else near.clone()
-        row = context.batch * context.query_heads * context.key_len
-        block = BLOCK if older is None else min(BLOCK, max(PRODUCTS // row, 1))
-        for start in range(0, context.query_len, block):
-            queries = _replayed(
-                context, slice(start, start + block)
-            )  # [batch, kv_heads, count, group, head_dim]
-            products = _logits(context, queries.flatten(2, 3) @ sampled.transpose(-1, -2))
-            totals = (products + shares[:, :, None]).logsumexp(dim=-1).view(queries.shape[:4])
-            if context.attention.sinks is not None:
-                sinks = context.attention.sinks.float().view(context.kv_heads, 1, -1)
-                totals = torch.logaddexp(totals, sinks)
+        count = _block_size(context, sampled.shape[2] if older is None else context.key_len)
+        for start in range(0, context.query_len, count):
+            queries = _replayed(context, slice(start, start + count))
+            totals = _totals(context, queries, sampled, shares)
             # A query of padding judges nothing.
-            unasked = places[:, None, start : start + queries.shape[2], None] < 0
-            totals = totals.masked_fill(unasked, torch.inf)
+            places = context.query_places[:, None, start : start + count, None]
+            totals = totals.masked_fill_(places < 0, torch.inf)
+            self._judge_near(context, near, keys, start, queries, totals)
             if far is not None:
-                products = _logits(context, queries.flatten(2, 3) @ keys.transpose(-1, -2))
-                found = (products - totals.flatten(2)[..., None]).amax(dim=2)
-                torch.maximum(far, found, out=far)
-            for after in range(min(self.reach + 1, context.query_len - start)):
-                count = min(queries.shape[2], context.query_len - start - after)
-                judged = slice(first + start + after, first + start + after + count)
-                products = _logits(
-                    context, (queries[:, :, :count] @ keys[:, :, judged, :, None])[..., 0]
-                )
-                found = (products - totals[:, :, :count]).amax(dim=-1)
-                near[:, :, judged] = torch.maximum(near[:, :, judged], found)
+                found = _products(context, queries, keys).sub_(totals[..., None])
+                torch.maximum(far, found.flatten(2, 3).amax(dim=2), out=far)
         if older is not None and far is not None:
             near = torch.where(older, far, near)
-        return near.clamp(max=0.0).exp().masked_fill(context.positions < 0, 0.0)
+        return near.clamp_(max=0.0).exp_().masked_fill_(~context.valid, 0.0)
+
+    def _judge_near(
+        self,
+        context: LayerContext,
+        near: Tensor,
+        keys: Tensor,
+        start: int,
+        queries: Tensor,
+        totals: Tensor,
+    ) -> None:
+        """Raise ``near`` to what each query gives its own token and the ones just behind it."""
+        first = context.key_len - context.query_len + start  # the slot of the first query's token
+        for behind in range(min(self.reach + 1, context.key_len - first)):
+            judged = slice(first + behind, min(first + behind + queries.shape[2], context.key_len))
+            count = judged.stop - judged.start
+            products = (queries[:, :, :count] @ keys[:, :, judged, :, None])[..., 0]
+            found = context.attention.capped(products).sub_(totals[:, :, :count]).amax(dim=-1)
+            near[:, :, judged] = torch.maximum(near[:, :, judged], found)
 
     def _sample(self, context: LayerContext, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys ``[batch, kv_heads, count, head_dim]``, and logs of what each stands for."""
@@ -149,7 +149,23 @@ def _replayed(context: LayerContext, shown: slice) -> Tensor:
     return grouped.transpose(2, 3) * context.attention.scaling
 
 
-def _logits(context: LayerContext, products: Tensor) -> Tensor:
-    """Return scaled products as the softmax gets them."""
-    softcap = context.attention.softcap
-    return products if softcap is None else (products / softcap).tanh() * softcap
+def _products(context: LayerContext, queries: Tensor, keys: Tensor) -> Tensor:
+    """Multiply ``[batch, kv_heads, count, group, head_dim]`` with keys, as the softmax gets it."""
+    products = queries.flatten(2, 3) @ keys.transpose(-1, -2)
+    return context.attention.capped(products).view(*queries.shape[:4], -1)
+
+
+def _totals(context: LayerContext, queries: Tensor, sampled: Tensor, shares: Tensor) -> Tensor:
+    """Return logs of the softmax's denominators, ``[batch, kv_heads, count, group]``."""
+    products = _products(context, queries, sampled).add_(shares[:, :, None, None])
+    largest = products.amax(dim=-1, keepdim=True)
+    totals = products.sub_(largest).exp_().sum(dim=-1).log_().add_(largest[..., 0])
+    if context.attention.sinks is None:
+        return totals
+    return totals.logaddexp(context.attention.sinks.float().view(context.kv_heads, 1, -1))
+
+
+def _block_size(context: LayerContext, key_len: int) -> int:
+    """Return how many queries to process at a time, to limit memory use."""
+    query_bytes = 4 * context.batch * context.query_heads * key_len
+    return max(block_bytes(context.keys.device) // query_bytes, 1)

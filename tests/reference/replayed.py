@@ -23,8 +23,6 @@ def replayed_peaks(
     channels: slice = slice(None),
     reach: int = 4,
     sample_size: int = 512,
-    softcap: float | None = None,
-    sink: float | None = None,
 ) -> list[float]:
     """Returns the largest attention that each entry gets, asked from after the row.
 
@@ -40,8 +38,6 @@ def replayed_peaks(
         channels: which of a head's channels are rotated.
         reach: queries before an entry that ask for it.
         sample_size: entries after the first four whose exponentials are summed, for all of them.
-        softcap: of the products.
-        sink: one more product in each sum.
     """
     after = held[-1].position + 1
     older = len(held) - len(query_positions)
@@ -52,8 +48,7 @@ def replayed_peaks(
             asked = asked.double()
 
             def product(index: int, asked: Tensor = asked) -> float:
-                plain = float(asked @ held[index].key.double()) * scaling
-                return plain if softcap is None else softcap * math.tanh(plain / softcap)
+                return float(asked @ held[index].key.double()) * scaling
 
             total = sum(math.exp(product(index)) for index in range(min(4, len(held))))
             others = len(held) - 4
@@ -61,8 +56,6 @@ def replayed_peaks(
                 parts = min(others, sample_size)
                 middles = [int(Fraction(2 * part + 1, 2 * parts) * others) for part in range(parts)]
                 total += sum(math.exp(product(4 + middle)) for middle in middles) * others / parts
-            if sink is not None:
-                total += math.exp(sink)
             own = older + number
             for index in (*range(older), *range(own, min(own + reach + 1, len(held)))):
                 given = min(math.exp(product(index)) / total, 1.0)

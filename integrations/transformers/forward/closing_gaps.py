@@ -35,9 +35,7 @@ def closed_up(keys: Tensor, positions: Tensor, kept: Tensor, turns: RotaryChanne
         ``[batch, kv_heads, kept_len, head_dim]``.
     """
     places = _places(positions >= 0).gather(2, kept.clamp(min=0))
-    # The scale is 1, since these keys were scaled when they were first rotated.
-    plain = attrs.evolve(turns, scale=1.0)
-    return plain.turned(gather_slots(keys, kept), _places(kept >= 0) - places)
+    return turns.moved(gather_slots(keys, kept), _places(kept >= 0) - places)
 
 
 def _places(valid: Tensor) -> Tensor:

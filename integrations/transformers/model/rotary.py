@@ -36,14 +36,22 @@ class RotaryChannels:
 
         States are ``[batch, heads, length, head_dim]``, places ``[batch, heads or 1, length]``.
         """
-        if not self.channels.shape[1]:
-            return states.clone()
-        frequencies, channels = (
-            each.to(states.device) for each in (self.frequencies, self.channels)
-        )
-        angles = places.to(states.device)[..., None].float() * frequencies
+        angles = places.to(states.device)[..., None].float() * self.frequencies.to(states.device)
         size = 1 / self.scale if back else self.scale
-        cos, sin = angles.cos() * size, angles.sin() * (-size if back else size)
+        return self._rotated(states, angles.cos() * size, angles.sin() * (-size if back else size))
+
+    def moved(self, states: Tensor, by: Tensor) -> Tensor:
+        """Rotate what is rotated already by more positions, ``[batch, heads or 1, length]``.
+
+        In float64: an angle of 100,000 positions has an error of 0.01 in float32.
+        """
+        angles = by.to(states.device)[..., None].double() * self.frequencies.to(states.device)
+        return self._rotated(states, angles.cos().float(), angles.sin().float())
+
+    def _rotated(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        channels = self.channels.to(states.device)
+        if not channels.shape[1]:
+            return states.clone()
         # Every channel times a cosine, plus the other of its pair times a sine; others stay.
         width = states.shape[-1]
         cosines, sines = cos.new_ones(*cos.shape[:-1], width), sin.new_zeros(*sin.shape[:-1], width)
@@ -107,8 +115,7 @@ class LayerRotary(RotaryEmbedding):
 
     def moved(self, states: Tensor, before: Tensor, after: Tensor) -> Tensor:
         """See `RotaryEmbedding.moved`; one rotation, by the difference."""
-        plain = attrs.evolve(self.turns, scale=1.0)
-        return plain.turned(states, self._places(after) - self._places(before))
+        return self.turns.moved(states, self._places(after) - self._places(before))
 
     def _places(self, positions: Tensor) -> Tensor:
         return positions if self.gapless is None else self.gapless.places(positions)

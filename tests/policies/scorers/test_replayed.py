@@ -72,7 +72,9 @@ def test_blocks_of_queries_change_nothing(
         ReplayedAttentionScorer(reach=reach, sample_size=sample_size),
     )
     whole = scorer.score(context)
-    monkeypatch.setattr(replayed, "BLOCK", 5)
+    # Of two rows, six query heads, and as many keys as are sampled.
+    query_bytes = 4 * 2 * 6 * (4 + min(sample_size, 23))
+    monkeypatch.setattr(replayed, "block_bytes", lambda device: 5 * query_bytes)
     torch.testing.assert_close(scorer.score(context), whole)
 
 
@@ -92,7 +94,7 @@ def test_in_a_later_turn_all_new_queries_judge_what_was_held(
     context = in_a_later_turn(turning(3, (9, 9), 3))
     scorer = ReplayedAttentionScorer(reach=reach, sample_size=sample_size)
     found = scorer.score(context)
-    monkeypatch.setattr(replayed, "PRODUCTS", 100)
+    monkeypatch.setattr(replayed, "block_bytes", lambda device: 1)
     torch.testing.assert_close(scorer.score(context), found)
     for row in range(2):
         for head in range(3):
