@@ -106,7 +106,7 @@ class ReplayedAttentionScorer(Scorer):
         for behind in range(min(self.reach + 1, context.key_len - first)):
             judged = slice(first + behind, min(first + behind + queries.shape[2], context.key_len))
             count = judged.stop - judged.start
-            products = (queries[:, :, :count] @ keys[:, :, judged, :, None])[..., 0]
+            products = (queries[:, :, :count] * keys[:, :, judged, None]).sum(dim=-1)
             found = context.attention.capped(products).sub_(totals[:, :, :count]).amax(dim=-1)
             near[:, :, judged] = torch.maximum(near[:, :, judged], found)
 

@@ -59,7 +59,8 @@ class RotaryChannels:
         sines[..., channels] = torch.stack([-sin, sin], dim=-2)
         others = torch.arange(width, device=states.device)
         others[channels] = channels.flip(0)
-        found = (states.float() * cosines).addcmul_(states[..., others].float(), sines)
+        other = states.index_select(-1, others)  # several times as fast as indexing
+        found = (states.float() * cosines).addcmul_(other.float(), sines)
         return found.to(states.dtype)
 
 
