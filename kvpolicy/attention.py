@@ -16,6 +16,7 @@ __all__ = [
     "causal_attention_peaks",
     "causal_attention_sums",
     "group_mean",
+    "neighbour_mean",
     "query_key_products",
     "standardized",
 ]
@@ -220,6 +221,18 @@ def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:
     batch, query_heads, key_len = saliency.shape
     grouped = saliency.view(batch, kv_heads, -1, key_len)
     return sum_of_heads(grouped) / (query_heads // kv_heads)
+
+
+def neighbour_mean(ranking: Tensor, kernel_size: int) -> Tensor:
+    """Average every token's ranking ``[batch, length]`` with those beside it; outside is 0.
+
+    Args:
+        ranking: float ``[batch, length]``.
+        kernel_size: Width, odd; 1 changes nothing.
+    """
+    if kernel_size == 1:
+        return ranking
+    return torch.avg_pool1d(ranking, kernel_size, stride=1, padding=kernel_size // 2)
 
 
 def standardized(saliency: Tensor, scored: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ from kvpolicy.policies.selectors.global_threshold import GlobalThresholdSelector
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 from kvpolicy.policies.selectors.pyramid import PyramidSelector
+from kvpolicy.policies.selectors.same_tokens import SameTokensSelector
 from kvpolicy.policies.selectors.sink_and_recent import SinkAndRecentSelector
 from kvpolicy.scorer import MaxScorer, SumScorer
 
@@ -132,6 +133,7 @@ __all__ = [
     "ReplayKV",
     "ReplayedAttentionScorer",
     "RestartPropagation",
+    "SameTokensSelector",
     "SinkAndRecentSelector",
     "SlimInfer",
     "SnapKV",

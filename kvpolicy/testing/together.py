@@ -123,8 +123,13 @@ def _check_row(
     kept: Sequence[Tensor],
     row: int,
 ) -> None:
-    """Check one row's kept indices: in no layer may a dropped token outscore a kept one."""
+    """Check one row's kept indices: in no layer may a dropped token outscore a kept one.
+
+    Or, if the selector declares equal counts, that all heads of all layers keep equally many tokens
+    if they hold equally many.
+    """
     worst, best = float("inf"), float("-inf")
+    counts: dict[tuple[int, int], int] = {}
     for (saliency, context), indices in zip(drawn, kept, strict=True):
         protected = component.protected(context)
         for head in range(context.kv_heads):
@@ -141,6 +146,14 @@ def _check_row(
             own = indices[row, head]
             chosen[own[own >= 0]] = True
             free = context.valid[row, head] & ~fixed
+            if component.equal_counts:
+                shown = int(context.valid[row, head].sum()), int(fixed.sum())
+                require(
+                    counts.setdefault(shown, int(chosen.sum())) == int(chosen.sum()),
+                    "a selector that declares equal_counts must keep equally many tokens in all "
+                    f"heads of all layers, got {counts[shown]} and {int(chosen.sum())}",
+                )
+                continue
             scores = saliency[row, head]
             worst = min([worst, *scores[chosen & free].tolist()])
             best = max([best, *scores[free & ~chosen].tolist()])

@@ -83,7 +83,7 @@ kernel_size=7, group_first=False)
     @property
     def has_decoding_rule(self) -> bool:
         """True if the method's scorer and selector can also evict while an answer is decoded."""
-        return self.rereading is None and under_tokens(self.selector, 1) is not None
+        return self.rereading is None and self._bounded_selector(1) is not None
 
     def decoding_rule(self, tokens: int, every: int | None = None) -> DecodingEviction:
         """Make a rule for the method's scorer and selector to evict while an answer is decoded.
@@ -104,7 +104,7 @@ kernel_size=7, group_first=False)
             16
         """
         check_count("tokens", tokens, minimum=1)
-        selector = under_tokens(self.selector, tokens)
+        selector = self._bounded_selector(tokens)
         if selector is None or self.rereading is not None:
             if self.rereading is not None:
                 reason = "a context that grows cannot be read a second time at every eviction"
@@ -117,6 +117,10 @@ kernel_size=7, group_first=False)
                 f"{reason}, got {tokens}"
             )
         return DecodingEviction(self.scorer, selector, every=self.every if every is None else every)
+
+    def _bounded_selector(self, tokens: int) -> KVSelector | None:
+        """Return a selector that bounds every layer while decoding; None if there is none."""
+        return under_tokens(self.selector, tokens)
 
     def _own_decoding(self, given: object) -> DecodingEviction | None:
         if given is None or given is False or isinstance(given, DecodingEviction):

@@ -6,7 +6,7 @@ import attrs
 
 from kvpolicy.budgets import DefaultRate
 from kvpolicy.checks import check_count, check_kind, check_rate
-from kvpolicy.interfaces import PropagationPolicy, Scorer
+from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.eviction import EvictionMethod
 from kvpolicy.policies.methods.method import Parts
@@ -16,6 +16,7 @@ from kvpolicy.policies.scorers.replayed import ReplayedAttentionScorer
 from kvpolicy.policies.scorers.wrapping import ValueAwareScorer
 from kvpolicy.policies.selectors.global_threshold import GlobalThresholdSelector
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
+from kvpolicy.policies.selectors.same_tokens import SameTokensSelector
 
 # Neighbouring tokens that go on together: answers are spans.
 SPAN = 7
@@ -39,7 +40,8 @@ class ReplayKV(EvictionMethod):
         retention_rate: Fraction of the context that layers and heads keep on average, in (0, 1].
         window_size: Last tokens of the context that are always kept, at least 0.
         num_sinks: First tokens of the context, always kept, at least 0.
-        head_uniform: Whether every KV head of every layer keeps the same number of tokens.
+        head_uniform: Whether every KV head of every layer keeps the same tokens, those that stand
+            out most in any of them (`SameTokensSelector`), as vLLM needs it.
         retention_tokens: Number of tokens that layers and heads keep on average, at least 1, in
             place of the rate.
         tsp_rate: Fraction of the context that goes on after layer ``tsp_layer``, in (0, 1]; 1 drops
@@ -49,7 +51,8 @@ class ReplayKV(EvictionMethod):
         protect: First tokens of the context that are always kept, at least 0; where more than
             ``num_sinks``.
         decoding: A `DecodingEviction`, by which every layer stays bounded while an answer is
-            decoded; with ``head_uniform`` also a number of tokens; None lets it grow.
+            decoded; with ``head_uniform`` also a number of tokens, which each head chooses by
+            itself; None lets it grow.
 
     Raises:
         TypeError: An argument is not of its type.
@@ -76,7 +79,7 @@ class ReplayKV(EvictionMethod):
     def _parts(self) -> Parts:
         check_kind("head_uniform", self.head_uniform, bool)
         first = max(check_count("protect", self.protect), check_count("num_sinks", self.num_sinks))
-        kind = GQAGroupSelector if self.head_uniform else GlobalThresholdSelector
+        kind = SameTokensSelector if self.head_uniform else GlobalThresholdSelector
         selector = kind(
             self.retention_rate,
             window_size=self.window_size,
@@ -84,6 +87,15 @@ class ReplayKV(EvictionMethod):
             protect=first,
         )
         return self._scorer(), selector, self._propagation(first)
+
+    def _bounded_selector(self, tokens: int) -> KVSelector | None:
+        if not isinstance(self.selector, SameTokensSelector):
+            return super()._bounded_selector(tokens)
+        # Layers choose one by one while an answer is decoded.
+        same = self.selector
+        return GQAGroupSelector(
+            retention_tokens=tokens, window_size=same.window_size, protect=same.protect
+        )
 
     def _propagation(self, first: int) -> PropagationPolicy:
         if self.tsp_layer is not None:

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.attention import group_mean, standardized
+from kvpolicy.attention import group_mean, neighbour_mean, standardized
 from kvpolicy.checks import check_count, check_kernel_size
 from kvpolicy.context import LayerContext
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
@@ -94,8 +94,4 @@ class CrossLayerPropagation(TokenSelectivePropagation):
         else:
             largest = torch.stack(per_head).amax(dim=0)  # of layers, [batch, kv_heads, new_len]
             found = context.layer.heads.gather(largest).amax(dim=1)
-        if self.kernel_size == 1:
-            return found
-        found = found.masked_fill(~scored, 0.0)
-        reach = self.kernel_size // 2
-        return torch.avg_pool1d(found, self.kernel_size, stride=1, padding=reach)
+        return neighbour_mean(found.masked_fill(~scored, 0.0), self.kernel_size)

@@ -18,6 +18,7 @@ from kvpolicy.policies import (
     PyramidPropagation,
     PyramidSelector,
     RandomScorer,
+    SameTokensSelector,
     SinkAndRecentSelector,
     StagedPropagation,
     SumScorer,
@@ -75,6 +76,8 @@ def test_registered_parts(kind: str, factory: Any) -> None:
         ("selector", AdaptiveHeadSelector(retention_tokens=9, window_size=3, protect=4)),
         ("selector", GlobalThresholdSelector(0.3, window_size=0)),
         ("selector", GlobalThresholdSelector(retention_tokens=9, window_size=3, protect=4)),
+        ("selector", SameTokensSelector(0.3, window_size=0)),
+        ("selector", SameTokensSelector(retention_tokens=9, protect=4, kernel_size=1)),
         ("scorer", WeightedTailScorer(recent_rate=0.5, distance_weight=3.0)),
         (
             "propagation",
@@ -132,6 +135,7 @@ def test_other_parameters(kind: str, part: Any) -> None:
             GlobalThresholdSelector(retention_tokens=9, window_size=1, protect=3),
             GlobalThresholdSelector(retention_tokens=10, window_size=1, protect=3),
         ),
+        (SameTokensSelector(0.1, window_size=2), SameTokensSelector(0.25, window_size=2)),
     ],
     ids=str,
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, sqrt
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from .decoder import decoder_layers, embed
 from .droppers import CLAA
 from .generation import ReferenceState
 from .methods import FastKV, LayerView, SnapKV
-from .selection import below, budget, highest, margin
+from .selection import average_pool, below, budget, highest, margin
 
 # By layer and KV head, one number for each entry.
 Scores = list[list[list[float]]]
@@ -30,6 +30,8 @@ class Together:
             `repeat` scores.
         repeat: how the prompt is read again; None if `base` scores.
         uniform: whether each head fills its own budget.
+        spans: if given, heads rank tokens by the largest standardized score of any head of any
+            layer, averaged over this many neighbours.
         whole: positions below this are kept beside the budget, which counts only later tokens.
     """
 
@@ -40,6 +42,7 @@ class Together:
     base: SnapKV | None = None
     repeat: "Repeat | None" = None
     uniform: bool = False
+    spans: int | None = None
     whole: int = 0
 
     def choose_all(
@@ -69,6 +72,8 @@ class Together:
                 places += [
                     (layer, head, index) for index in range(len(held)) if index not in always
                 ]
+        if self.spans is not None:
+            scores = self.of_any_head(layers, scores, fixed, self.spans)
         groups = [places]
         if self.uniform:
             owners = sorted({place[:2] for place in places})
@@ -84,6 +89,28 @@ class Together:
                 layer, head, index = group[place]
                 fixed[layer][head].append(index)
         return [[sorted(head) for head in heads] for heads in fixed], gap
+
+    def of_any_head(
+        self,
+        layers: Sequence[Sequence[Sequence[Entry]]],
+        scores: Scores,
+        fixed: list[list[list[int]]],
+        spans: int,
+    ) -> Scores:
+        """Returns, for each entry, how far its position stands out in any head of any layer."""
+        best: dict[int, float] = {}
+        for heads, of_layer, always in zip(layers, scores, fixed, strict=True):
+            for held, row, kept in zip(heads, of_layer, always, strict=True):
+                free = [score for index, score in enumerate(row) if index not in kept]
+                mean = sum(free) / max(len(free), 1)
+                spread = sqrt(sum((score - mean) ** 2 for score in free) / max(len(free), 1))
+                for index, entry in enumerate(held):
+                    far = 0.0 if index in kept else (row[index] - mean) / (spread + 1e-8)
+                    best[entry.position] = max(best.get(entry.position, -inf), far)
+        order = sorted(best)
+        means = average_pool([best[position] for position in order], spans)
+        ranking = dict(zip(order, means, strict=True))
+        return [[[ranking[entry.position] for entry in held] for held in heads] for heads in layers]
 
 
 @dataclass(frozen=True)

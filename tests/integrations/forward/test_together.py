@@ -14,6 +14,7 @@ from kvpolicy.policies import (
     PassAllPropagation,
     PeakAttentionScorer,
     ReplayKV,
+    SameTokensSelector,
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
@@ -77,7 +78,37 @@ METHODS: dict[str, tuple[CachePolicy, Together]] = {
             base=FastKV(window_size=4, kernel_size=3, tsp_layer=1, tsp_rate=0.5),
         ),
     ),
+    "same_tokens": (
+        CachePolicy(
+            WindowMaxPoolScorer(4, kernel_size=3),
+            SameTokensSelector(0.3, window_size=4, protect=2, kernel_size=5),
+            PassAllPropagation(),
+        ),
+        Together(
+            0.3,
+            window_size=4,
+            protect=2,
+            base=SnapKV(window_size=4, kernel_size=3),
+            uniform=True,
+            spans=5,
+        ),
+    ),
     "replaykv": (ReplayKV(0.35, num_sinks=3), Together(0.35, protect=3, base=Replay())),
+    "replaykv_alike": (
+        ReplayKV(0.35, num_sinks=3, head_uniform=True),
+        Together(0.35, protect=3, base=Replay(), uniform=True, spans=7),
+    ),
+    "replaykv_alike_after_a_drop": (
+        ReplayKV(0.44, num_sinks=2, window_size=4, tsp_rate=0.5, tsp_layer=1, head_uniform=True),
+        Together(
+            0.44,
+            protect=2,
+            window_size=4,
+            base=DroppingReplay(window_size=4, protect=2, tsp_layer=1, tsp_rate=0.5),
+            uniform=True,
+            spans=7,
+        ),
+    ),
     "replaykv_after_a_drop": (
         ReplayKV(0.44, num_sinks=2, window_size=4, tsp_rate=0.5, tsp_layer=1),
         Together(

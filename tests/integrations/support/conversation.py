@@ -50,6 +50,14 @@ TOLERANCE = 1e-4
 FIRST_LENS = (67, 41, 23)
 SECOND_LENS = (11, 29, 3)
 
+
+def replaying(rate: float, window_size: int = 0, **drop: Any) -> CachePolicy:
+    """A `ReplayKV` whose heads choose by themselves."""
+    method = ReplayKV(rate, window_size=window_size, num_sinks=3, **drop)
+    selector = GQAGroupSelector(rate, window_size=window_size, protect=3)
+    return CachePolicy(method.scorer, selector, method.propagation)
+
+
 METHODS: dict[str, tuple[CachePolicy, Method]] = {
     "full_context": (FullContext(), reference.FullContext()),
     "streamingllm": (StreamingLLM(0.3), reference.StreamingLLM(0.3)),
@@ -184,11 +192,11 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         ),
     ),
     "replaykv": (
-        ReplayKV(0.29, num_sinks=3, head_uniform=True),
+        replaying(0.29),
         reference.Replay(0.29, protect=3),
     ),
     "replaykv_after_a_drop": (
-        ReplayKV(0.3, window_size=2, num_sinks=3, head_uniform=True, tsp_rate=0.5, tsp_layer=1),
+        replaying(0.3, window_size=2, tsp_rate=0.5, tsp_layer=1),
         reference.DroppingReplay(0.3, window_size=2, protect=3, tsp_rate=0.5, tsp_layer=1),
     ),
     "expected_attention": (
