@@ -43,6 +43,9 @@ class CachePolicy:
         gapless: Whether the keys that a layer keeps are rotated to the positions 0, 1, ..., and
             later tokens follow them: rotary positions then count the tokens held, not those read.
             Every head of every layer must keep the same number of tokens.
+        prefill_block: Number of tokens of a prompt that are read at a time, at least 1. After each
+            such block the policy chooses, as after a turn, so that memory is bounded in prefill
+            too; later blocks attend only to what was kept. None reads the prompt whole.
 
     Raises:
         TypeError: A part is not of its kind, or ``gapless`` not a bool.
@@ -53,7 +56,8 @@ class CachePolicy:
             - layers after a drop are to keep more tokens than reach them;
             - there is a second reading, but no queries to score;
             - ``gapless`` is True, but heads or layers may hold different numbers of tokens, or
-              there is a ``decoding``, a ``rereading`` or a restart.
+              there is a ``decoding``, a ``rereading`` or a restart;
+            - ``prefill_block`` is below 1, or given with a ``rereading`` or a restart.
 
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector, PassAllPropagation, WindowMaxPoolScorer
@@ -70,6 +74,7 @@ class CachePolicy:
     decoding: DecodingEviction | None = attrs.field(default=None, kw_only=True)
     rereading: Repetition | None = attrs.field(default=None, kw_only=True)
     gapless: bool = attrs.field(default=False, kw_only=True)
+    prefill_block: int | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         if self.scorer is not None:
@@ -96,6 +101,8 @@ class CachePolicy:
         check_kind("gapless", self.gapless, bool)
         if self.gapless:
             check_gapless(self.selector, self.propagation, self.decoding, self.rereading)
+        if self.prefill_block is not None:
+            self._check_block(self.prefill_block)
 
     def __str__(self) -> str:
         kind = type(self)
@@ -108,7 +115,18 @@ class CachePolicy:
             parts.append(f"rereading={brief(self.rereading)}")
         if self.gapless:
             parts.append("gapless=True")
+        if self.prefill_block is not None:
+            parts.append(f"prefill_block={self.prefill_block}")
         return f"{kind.__name__}({', '.join(parts)})"
+
+    def _check_block(self, tokens: int) -> None:
+        check_count("prefill_block", tokens, minimum=1)
+        again = "a second reading" if self.rereading is not None else "a restart"
+        if self.rereading is not None or self.propagation.restarts:
+            raise ValueError(
+                f"prefill_block must be None with {again}, which needs all tokens of the prompt, "
+                f"got {tokens}"
+            )
 
     def _check_budgets(self) -> None:
         kept, passed = self.selector.budget, self.propagation.budget

@@ -17,6 +17,8 @@ SHARED = {
     "        True for ``retention_tokens``; or a `DecodingEviction`. None lets it grow.",
     "group_first": "Whether attention is averaged over each KV group before it is pooled.",
     "protect": "First tokens of the context that are always kept, at least 0.",
+    "prefill_block": "Tokens of a prompt that are read at a time, at least 1. After each block\n"
+    "        all layers evict, so that memory is bounded in prefill too. None reads it whole.",
 }
 # For methods without a budget of their own.
 BOUNDED_BY_OTHERS = (

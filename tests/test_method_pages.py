@@ -47,7 +47,8 @@ def test_a_page_has_the_example_and_the_arguments(method: str) -> None:
     }
     taken = set(inspect.signature(registered("policy")[method]).parameters)
     assert said <= taken
-    assert taken - said <= {name for name in ("protect", "decoding") if f"`{name}`" in arguments}
+    shared = ("protect", "decoding", "prefill_block")
+    assert taken - said <= {name for name in shared if f"`{name}`" in arguments}
 
 
 @pytest.mark.parametrize("page", FILES, ids=lambda page: page.stem)

@@ -64,9 +64,9 @@ def read_together(
 
     All policies share one forward of the model. At each layer, every policy chooses among the same
     keys and values, which are held once and freed before the next layer. Behind its first drop, a
-    policy that drops tokens runs each layer for its own tokens. A policy that restarts or reads its
-    prompt twice reads it alone. So does one that drops tokens on a model whose layers use what
-    other layers have left, such as shared keys.
+    policy that drops tokens runs each layer for its own tokens. A policy that restarts, or reads
+    its prompt twice or in blocks, reads it alone. So does one that drops tokens on a model whose
+    layers use what other layers have left, such as shared keys.
 
     No gradients are recorded.
 
@@ -183,7 +183,8 @@ def _may_share(cache: PolicyCache) -> bool:
     """True if an attached cache may follow another one's forward, at least in its first layers."""
     facts, layers = cache._reader.facts, cache._reader.layers
     assert facts is not None
-    if facts.restarts or facts.policy.rereading is not None:
+    alone = facts.policy.rereading is not None or facts.policy.prefill_block is not None
+    if facts.restarts or alone:
         return False
     # Behind a drop, layers may need what earlier ones have left in the forward.
     return not facts.acting or all(why_whole(each) is None for each in layers)

@@ -96,12 +96,11 @@ def check_choice(
 def decides_alone(part: KVSelector | PropagationPolicy) -> bool:
     """True if a part reads only a head's own saliency.
 
-    It reads no history, rotary embedding or output weights. And a selector that chooses for all
-    layers, but equally many tokens for each head, ranks tokens by more than one head.
+    It reads no history, rotary embedding or output weights, and does not choose for all layers.
     """
     more = part.history_layers > 0 or part.needs_rotary or part.needs_output_weight
     if isinstance(part, KVSelector):
-        more = more or (part.decides_together and part.equal_counts)
+        more = more or part.decides_together
     return part.needs_saliency and not more
 
 

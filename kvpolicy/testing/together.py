@@ -125,10 +125,11 @@ def _check_row(
 ) -> None:
     """Check one row's kept indices: in no layer may a dropped token outscore a kept one.
 
-    Or, if the selector declares equal counts, that all heads of all layers keep equally many tokens
+    What was held before the turn and the turn's own tokens may have thresholds of their own. If the
+    selector declares equal counts, all heads of all layers must keep equally many tokens instead,
     if they hold equally many.
     """
-    worst, best = float("inf"), float("-inf")
+    worst, best = [float("inf")] * 2, [float("-inf")] * 2  # of earlier tokens, of new ones
     counts: dict[tuple[int, int], int] = {}
     for (saliency, context), indices in zip(drawn, kept, strict=True):
         protected = component.protected(context)
@@ -155,13 +156,17 @@ def _check_row(
                 )
                 continue
             scores = saliency[row, head]
-            worst = min([worst, *scores[chosen & free].tolist()])
-            best = max([best, *scores[free & ~chosen].tolist()])
-    require(
-        best <= worst,
-        "no dropped token of any layer may outscore a kept unprotected one of any other, but "
-        f"{best} > {worst}",
-    )
+            last = int(context.new_valid[row].sum())
+            new = torch.arange(context.key_len) >= context.key_len - last
+            for turn, own in enumerate((free & ~new, free & new)):
+                worst[turn] = min([worst[turn], *scores[chosen & own].tolist()])
+                best[turn] = max([best[turn], *scores[own & ~chosen].tolist()])
+    for low, high in zip(worst, best, strict=True):
+        require(
+            high <= low,
+            "no dropped token of any layer may outscore a kept unprotected one of any other, but "
+            f"{high} > {low}",
+        )
 
 
 def _check_row_alone(

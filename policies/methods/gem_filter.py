@@ -48,6 +48,7 @@ class GemFilter(Method):
     kernel_size: int = attrs.field(default=5, kw_only=True)
     retention_tokens: int | None = attrs.field(default=None, kw_only=True)
     protect: int = attrs.field(default=0, kw_only=True)
+    prefill_block: None = attrs.field(default=None, init=False, eq=False, repr=False)
 
     def _parts(self) -> Parts:
         propagation = RestartPropagation(

@@ -77,6 +77,7 @@ class KVzip(Method):
     head_uniform: bool = attrs.field(default=False, kw_only=True)
     whole_tokens: int = attrs.field(default=0, kw_only=True)
     retention_tokens: int | None = attrs.field(default=None, kw_only=True)
+    prefill_block: None = attrs.field(default=None, init=False, eq=False, repr=False)
 
     def _parts(self) -> Parts:
         check_count("num_sinks", self.num_sinks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import attrs
 
 from kvpolicy.budgets import DefaultRate
@@ -79,7 +81,9 @@ class ReplayKV(EvictionMethod):
     def _parts(self) -> Parts:
         check_kind("head_uniform", self.head_uniform, bool)
         first = max(check_count("protect", self.protect), check_count("num_sinks", self.num_sinks))
-        kind = SameTokensSelector if self.head_uniform else GlobalThresholdSelector
+        # In a later turn, other queries judge what was held than the turn's own tokens.
+        apart = functools.partial(GlobalThresholdSelector, turns_apart=True)
+        kind = SameTokensSelector if self.head_uniform else apart
         selector = kind(
             self.retention_rate,
             window_size=self.window_size,

@@ -94,4 +94,6 @@ class CrossLayerPropagation(TokenSelectivePropagation):
         else:
             largest = torch.stack(per_head).amax(dim=0)  # of layers, [batch, kv_heads, new_len]
             found = context.layer.heads.gather(largest).amax(dim=1)
+        if self.kernel_size == 1:
+            return found
         return neighbour_mean(found.masked_fill(~scored, 0.0), self.kernel_size)

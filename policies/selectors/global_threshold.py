@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.attention import group_mean
-from kvpolicy.checks import check_count
+from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
@@ -33,6 +33,9 @@ class GlobalThresholdSelector(SharedBudgetSelector):
         retention_rate: Fraction of the context that layers and heads keep on average, in (0, 1].
         retention_tokens: Number of tokens that layers and heads keep on average, at least 1, in
             place of the rate.
+        turns_apart: Whether what was held before a turn and the turn's own tokens each fill their
+            share of the budget, in proportion to the tokens read, by a threshold of their own. For
+            scorers that judge the two by different queries.
 
     Example:
         >>> GlobalThresholdSelector(0.3).decides_together
@@ -43,6 +46,12 @@ class GlobalThresholdSelector(SharedBudgetSelector):
     """
 
     paper: ClassVar[str] = "arXiv 2505.23416"
+
+    turns_apart: bool = attrs.field(default=False, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        check_kind("turns_apart", self.turns_apart, bool)
 
     @property
     def decides_together(self) -> bool:
@@ -84,17 +93,50 @@ class GlobalThresholdSelector(SharedBudgetSelector):
                 valid=layer.valid,
                 protected=layer.protected,
             )
-            fixed = layer.protected.sum(dim=(1, 2)).tolist()
             for row, heads in enumerate(budgets):
-                counts[row] += sum(heads) - fixed[row]
-        scores = torch.cat([layer.scores.flatten(1) for layer in layers], dim=1)
-        free = torch.cat([(layer.valid & ~layer.protected).flatten(1) for layer in layers], dim=1)
-        sizes = [layer.scores[0].numel() for layer in layers]
-        taken = torch.split(highest(scores, free, counts), sizes, dim=1)
+                counts[row] += sum(heads)
+        scores, valid, fixed, new = (
+            torch.cat([getattr(layer, name).flatten(1) for layer in layers], dim=1)
+            for name in ("scores", "valid", "protected", "new")
+        )
+        free = valid & ~fixed
+        if self.turns_apart:
+            places = _of_the_new(counts, contexts, free, fixed, new)
+            chosen = highest(scores, free & new, places)
+            counts = [count - own for count, own in zip(counts, places, strict=True)]
+            free &= ~new
+        else:
+            chosen = torch.zeros_like(free)
+        counts = [count - one for count, one in zip(counts, fixed.sum(dim=1).tolist(), strict=True)]
+        chosen |= highest(scores, free, counts)
+        taken = torch.split(chosen, [layer.scores[0].numel() for layer in layers], dim=1)
         return [
             layer.kept(of_layer, context)
             for layer, of_layer, context in zip(layers, taken, contexts, strict=True)
         ]
+
+
+def _of_the_new(
+    counts: Sequence[int],
+    contexts: Sequence[LayerContext],
+    free: Tensor,
+    fixed: Tensor,
+    new: Tensor,
+) -> list[int]:
+    """Return how many of the places that are not protected a turn's own tokens take in each row.
+
+    ``free``, ``fixed`` and ``new`` are ``[batch, entries]``, of all heads of all layers.
+    """
+    lens = torch.stack([context.new_valid.sum(dim=1) for context in contexts]).amax(dim=0).tolist()
+    masks = torch.stack([free & new, free & ~new, fixed & new, fixed])
+    found = []
+    for row, sums in enumerate(masks.sum(dim=2).T.tolist()):
+        free_new, free_old, fixed_new, fixed_all = sums
+        share = counts[row] * lens[row] // max(contexts[0].seen_len[row], 1) - fixed_new
+        places = counts[row] - fixed_all
+        # What one side does not need goes to the other.
+        found.append(min(max(share, places - free_old, 0), free_new, places))
+    return found
 
 
 @attrs.frozen(eq=False)
@@ -104,6 +146,7 @@ class _Layer:
     scores: Tensor
     valid: Tensor
     protected: Tensor
+    new: Tensor
 
     @staticmethod
     def of(
@@ -111,7 +154,10 @@ class _Layer:
     ) -> _Layer:
         """Gather one layer's saliency from all tensor-parallel processes onto one device."""
         parts = (group_mean(saliency, context.kv_heads), context.valid, protected)
-        return _Layer(*(context.layer.heads.gather(part).to(device) for part in parts))
+        scores, valid, held = (context.layer.heads.gather(part).to(device) for part in parts)
+        slots = torch.arange(scores.shape[2], device=device)
+        new = slots >= len(slots) - context.new_valid.sum(dim=1)[:, None, None].to(device)
+        return _Layer(scores, valid, held, new.expand_as(held))
 
     def kept(self, taken: Tensor, context: LayerContext) -> Tensor:
         """Return the token indices that this process's heads keep, from a mask for all heads."""

@@ -76,6 +76,7 @@ def test_registered_parts(kind: str, factory: Any) -> None:
         ("selector", AdaptiveHeadSelector(retention_tokens=9, window_size=3, protect=4)),
         ("selector", GlobalThresholdSelector(0.3, window_size=0)),
         ("selector", GlobalThresholdSelector(retention_tokens=9, window_size=3, protect=4)),
+        ("selector", GlobalThresholdSelector(0.4, window_size=2, protect=3, turns_apart=True)),
         ("selector", SameTokensSelector(0.3, window_size=0)),
         ("selector", SameTokensSelector(retention_tokens=9, protect=4, kernel_size=1)),
         ("scorer", WeightedTailScorer(recent_rate=0.5, distance_weight=3.0)),
@@ -134,6 +135,10 @@ def test_other_parameters(kind: str, part: Any) -> None:
         (
             GlobalThresholdSelector(retention_tokens=9, window_size=1, protect=3),
             GlobalThresholdSelector(retention_tokens=10, window_size=1, protect=3),
+        ),
+        (
+            GlobalThresholdSelector(0.3, turns_apart=True),
+            GlobalThresholdSelector(0.34, turns_apart=True),
         ),
         (SameTokensSelector(0.1, window_size=2), SameTokensSelector(0.25, window_size=2)),
     ],

@@ -30,6 +30,7 @@ class Together:
             `repeat` scores.
         repeat: how the prompt is read again; None if `base` scores.
         uniform: whether each head fills its own budget.
+        apart: whether earlier entries and those of the last turn fill their own shares.
         spans: if given, heads rank tokens by the largest standardized score of any head of any
             layer, averaged over this many neighbours.
         whole: positions below this are kept beside the budget, which counts only later tokens.
@@ -42,13 +43,17 @@ class Together:
     base: SnapKV | None = None
     repeat: "Repeat | None" = None
     uniform: bool = False
+    apart: bool = False
     spans: int | None = None
     whole: int = 0
 
     def choose_all(
-        self, layers: Sequence[Sequence[Sequence[Entry]]], scores: Scores, seen: int
+        self, layers: Sequence[Sequence[Sequence[Entry]]], scores: Scores, seen: int, new: int
     ) -> tuple[list[list[list[int]]], float]:
-        """Returns the entries to keep by layer and head, and the smallest score gap."""
+        """Returns the entries to keep by layer and head, and the smallest score gap.
+
+        Of the tokens seen, `new` are those of the last turn.
+        """
         fixed: list[list[list[int]]] = []
         places: list[tuple[int, int, int]] = []
         counts: list[list[int]] = []
@@ -74,14 +79,17 @@ class Together:
                 ]
         if self.spans is not None:
             scores = self.of_any_head(layers, scores, fixed, self.spans)
-        groups = [places]
+        groups = [(places, sum(map(sum, counts)))]
         if self.uniform:
             owners = sorted({place[:2] for place in places})
-            groups = [[place for place in places if place[:2] == owner] for owner in owners]
+            groups = [
+                ([place for place in places if place[:2] == owner], counts[owner[0]][owner[1]])
+                for owner in owners
+            ]
+        elif self.apart:
+            groups = self.turns_apart(layers, places, fixed, groups[0][1], seen, new)
         gap = inf
-        for group in groups:
-            own = {place[:2] for place in group}
-            free = sum(counts[layer][head] for layer, head in own)
+        for group, free in groups:
             found = [scores[layer][head][index] for layer, head, index in group]
             taken = highest(found, free)
             gap = min(gap, margin(found, taken))
@@ -89,6 +97,36 @@ class Together:
                 layer, head, index = group[place]
                 fixed[layer][head].append(index)
         return [[sorted(head) for head in heads] for heads in fixed], gap
+
+    def turns_apart(
+        self,
+        layers: Sequence[Sequence[Sequence[Entry]]],
+        places: Sequence[tuple[int, int, int]],
+        fixed: list[list[list[int]]],
+        free: int,
+        seen: int,
+        new: int,
+    ) -> list[tuple[list[tuple[int, int, int]], int]]:
+        """Returns the earlier entries and the turn's own, each with how many of them to choose."""
+
+        def is_new(place: tuple[int, int, int]) -> bool:
+            layer, head, index = place
+            return layers[layer][head][index].position >= seen - new
+
+        always = [
+            (layer, head, index)
+            for layer, heads in enumerate(fixed)
+            for head, own in enumerate(heads)
+            for index in own
+        ]
+        later = [place for place in places if is_new(place)]
+        earlier = [place for place in places if not is_new(place)]
+        share = (free + len(always)) * new // seen - sum(map(is_new, always))
+        own = min(max(share, 0), len(later))
+        # Places that earlier entries cannot fill.
+        own = max(own, free - len(earlier))
+        own = min(own, free)
+        return [(earlier, free - own), (later, own)]
 
     def of_any_head(
         self,
@@ -175,7 +213,8 @@ class TogetherState(ReferenceState):
                         dropped[layer_idx] = positions
         logits = self._logits(hidden[-1])
         scores = self._repeated() if self.method.base is None else self._scored(views)
-        kept, choice_gap = self.method.choose_all(self.cache, scores, self.seen)
+        new = len(new_token_ids)
+        kept, choice_gap = self.method.choose_all(self.cache, scores, self.seen, new)
         self.cache = [
             [[held[index] for index in own] for held, own in zip(heads, of_layer, strict=True)]
             for heads, of_layer in zip(self.cache, kept, strict=True)

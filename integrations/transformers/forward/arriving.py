@@ -57,9 +57,15 @@ class OuterCall:
         return None
 
     def take_kinds(self, columns: Tensor) -> Tensor | None:
-        """Return the `TokenKind` of each token in ``columns``, and forget it; None if unknown."""
-        kinds, self.kinds = self.kinds, None
-        return kinds if kinds is not None and kinds.shape == columns.shape else None
+        """Return the `TokenKind` of each token in ``columns``, and forget it; None if unknown.
+
+        What follows in the same call is left.
+        """
+        kinds, self.kinds, count = self.kinds, None, columns.shape[1]
+        if kinds is None or len(kinds) != len(columns) or kinds.shape[1] < count:
+            return None
+        self.kinds = kinds[:, count:] if kinds.shape[1] > count else None
+        return kinds[:, :count]
 
     def masks_made_outside(self, arguments: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
         """Return whether an outer model makes the masks, and the arguments with the caller's mask.
@@ -92,7 +98,7 @@ class Arriving:
         now: What the cache has read.
         starts: Whether the policy acts on the forward, or at the end of the prompt that it belongs
             to.
-        ends: Whether it ends its prompt.
+        ends: Whether the policy acts at its end.
     """
 
     model: ModelFacts
@@ -133,7 +139,7 @@ class Arriving:
             self.now.tokens,
             acts=starts and self.ends,
             starts=starts and self.now.chunks is None,
-            ends=self.ends,
+            ends=self.ends and not (starts and self._goes_on(arguments)),
         )
         kinds = outer.take_kinds(incoming.columns)
         incoming = attrs.evolve(incoming, ids=outer.ids_of(arguments), kinds=kinds)
@@ -146,6 +152,12 @@ class Arriving:
         call = Call.of(model, arguments, own_masks=outside, keep_last=outer.keep_last)
         return call, incoming, features
 
+    def _goes_on(self, arguments: dict[str, Any]) -> bool:
+        """True if the prompt goes on behind the forward's tokens, in another block."""
+        seen = 0 if self.now.tokens is None else self.now.tokens.seen
+        end = self.now.prompt_end
+        return end is not None and seen + inputs_of(arguments).shape[1] < end
+
     def check(self, arguments: dict[str, Any], incoming: Incoming) -> None:
         """Check that the policy can act on the forward's tokens and positions; see `read`."""
         model, parts, policy = self.model, self.model.parts, self.model.policy
@@ -153,7 +165,7 @@ class Arriving:
             parts.check_padding(model.quirks)
         if not model.quirks.counts:
             self._check_positions_given(arguments, incoming)
-        if self.starts and self._in_chunks:
+        if self.starts and (self._in_chunks or policy.prefill_block is not None):
             self._check_cuts(incoming)
         if parts.holds_states:
             check_states_go_on(incoming, several=model.quirks.continues)
@@ -178,7 +190,7 @@ class Arriving:
         cuts = cuts_of(self.model.parts.model, self.outer.types, valid, begun)
         if cuts is None:
             return
-        for column in [seen] if self.ends else [seen, valid.shape[1]]:
+        for column in [seen, valid.shape[1]]:
             if begun < column < len(cuts.forbidden) - 1 and bool(cuts.forbidden[column]):
                 raise cuts.refused(column, begun)
 

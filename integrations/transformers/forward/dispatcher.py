@@ -235,7 +235,7 @@ class ForwardDispatcher:
             answer.most = None
             self._in_generate, answer.may_be_static = outer
             self.abandon_forward()
-            if self.now.chunks is not None:
+            if self.now.starts_turn and self.now.prompt_end is not None:
                 self._go_back(before)
             starts = self.now.starts_turn and before.starts_turn
             self.now = attrs.evolve(self.now, starts_turn=starts, prompt_end=None)
@@ -287,15 +287,16 @@ class ForwardDispatcher:
         self._arriving(ends=True).check_cache_is_used(arguments)
         self._outer.has_reached = True
         before = self.recorded()
-        ends = True
-        if self.acts_next and self.now.prompt_end is not None:
-            if self._in_generate and self.seen:  # it may pass the whole conversation again
-                arguments = without_seen(arguments, self.seen, self.now.prompt_end)
-            missing = self.now.prompt_end - self.seen
-            columns = inputs_of(arguments).shape[1]
-            ends = columns >= missing
-            if columns > missing:
-                arguments = self._read_prompt(arguments, missing, columns)
+        ends, end = True, self.now.prompt_end
+        if self.acts_next and (end is not None or self.policy.prefill_block is not None):
+            if end is not None and self._in_generate and self.seen:
+                # It may pass the whole conversation again.
+                arguments = without_seen(arguments, self.seen, end)
+            try:
+                arguments, ends = self._read_blocks(arguments)
+            except BaseException:
+                self._undo_forward(before)
+                raise
         self._undo, self._given = before, arguments
         return self._take_up(arguments, ends=ends)
 
@@ -305,7 +306,7 @@ class ForwardDispatcher:
 
     def _take_up(self, arguments: dict[str, Any], *, ends: bool) -> dict[str, Any]:
         """Run the passes before the forward's main pass; return the arguments of the main pass."""
-        starts, end = self.acts_next, self.now.prompt_end
+        starts = self.acts_next
         call, incoming, features = self._arriving(ends=ends).read(arguments)
         arrival = Arrival(
             call,
@@ -315,7 +316,7 @@ class ForwardDispatcher:
             features,
             starts=starts,
             ends=ends,
-            missing=0 if end is None else end - self.seen,
+            missing=self._missing(),
             chunks=self.now.chunks if starts else None,
             remember=self._remember,
         )
@@ -354,21 +355,46 @@ class ForwardDispatcher:
     def _remember(self, chunks: Chunks) -> None:
         self.now = attrs.evolve(self.now, chunks=chunks, starts_turn=True)
 
+    def _read_blocks(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """Read all blocks of the prompt but the last that is given; draft tokens come after it.
+
+        Blocks are counted from the prompt's end, where rows padded on the left end together.
+
+        Returns:
+            The arguments of what remains, and whether the policy acts at its end.
+        """
+        columns = inputs_of(arguments).shape[1]
+        if self.now.prompt_end is None:
+            self.now = attrs.evolve(self.now, prompt_end=self.seen + columns)
+        while self.acts_next:
+            missing = self._missing()
+            if columns <= missing:
+                return arguments, columns == missing
+            arguments = self._read_prompt(arguments, missing, columns)
+            columns -= missing
+        return arguments, True
+
+    def _missing(self) -> int:
+        """Return how many columns follow up to the policy's next choice; 0 if that is unknown."""
+        end, size = self.now.prompt_end, self.policy.prefill_block
+        missing = 0 if end is None else end - self.seen
+        return missing if size is None or not missing else (missing - 1) % size + 1
+
     def _read_prompt(self, arguments: dict[str, Any], missing: int, columns: int) -> dict[str, Any]:
-        """Read the prompt in a separate forward; return the draft tokens' arguments after it."""
+        """Read the prompt, or a block, in a separate forward; return the arguments after it."""
         if isinstance(arguments.get("attention_mask"), dict):
             raise UnsupportedGenerationError(
-                "assistant_model and prompt_lookup_num_tokens must be None with a model that "
-                "makes masks outside of its decoder, since these cannot be split into those of a "
-                "prompt and of its drafts"
+                "assistant_model, prompt_lookup_num_tokens and the policy's prefill_block must be "
+                "None with a model that makes masks outside of its decoder, since these cannot be "
+                "split into those of a prompt's blocks and of its drafts"
             )
-        seen = self.seen
+        seen, first = self.seen, self._first_output
         prompt = {**span_with_features(arguments, seen, 0, missing), "return_dict": True}
         keep_last = self._outer.keep_last
         self._outer.keep_last = None if keep_last is None else 1
         output = self._attached.parts.decoder(**prompt)
         self._outer.keep_last = keep_last
-        self._first_output = output
+        self._first_output = output if first is None else joined_outputs(first, output)
         return span_with_features(arguments, seen, missing, columns)
 
     def finish_forward(self, output: Any) -> Any:
@@ -384,7 +410,11 @@ class ForwardDispatcher:
         self.answer.look(run, self._given)
         self.filled_by = weakref.ref(self._attached.parts.decoder)
         if run.made.at_queries.keys is KeyUse.SELECT:
-            self.now = ReadState(self.now.tokens, run.propagated)
+            end = self.now.prompt_end
+            goes_on = end is not None and self.seen < end  # in another block
+            self.now = ReadState(
+                self.now.tokens, run.propagated, goes_on, prompt_end=end if goes_on else None
+            )
         first, self._first_output = self._first_output, None
         self.run = self._undo = self._passes = None
         self._given = {}

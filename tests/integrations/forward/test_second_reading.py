@@ -110,7 +110,7 @@ def wanted(name: str, ids: Sequence[int], stored_heads: int) -> tuple[dict[int, 
         [[Entry(position, none, none) for position in range(len(ids))] for _ in heads]
         for heads in by_head
     ]
-    chosen, gap = Together(RATE, window_size=2).choose_all(entries, by_head, len(ids))
+    chosen, gap = Together(RATE, window_size=2).choose_all(entries, by_head, len(ids), len(ids))
     return dict(zip(scores, chosen, strict=True)), gap
 
 

@@ -93,7 +93,10 @@ METHODS: dict[str, tuple[CachePolicy, Together]] = {
             spans=5,
         ),
     ),
-    "replaykv": (ReplayKV(0.35, num_sinks=3), Together(0.35, protect=3, base=Replay())),
+    "replaykv": (
+        ReplayKV(0.35, num_sinks=3),
+        Together(0.35, protect=3, base=Replay(), apart=True),
+    ),
     "replaykv_alike": (
         ReplayKV(0.35, num_sinks=3, head_uniform=True),
         Together(0.35, protect=3, base=Replay(), uniform=True, spans=7),
@@ -116,6 +119,23 @@ METHODS: dict[str, tuple[CachePolicy, Together]] = {
             protect=2,
             window_size=4,
             base=DroppingReplay(window_size=4, protect=2, tsp_layer=1, tsp_rate=0.5),
+            apart=True,
+        ),
+    ),
+    "threshold_apart": (
+        CachePolicy(
+            WindowMaxPoolScorer(4, kernel_size=3),
+            GlobalThresholdSelector(
+                window_size=4, retention_tokens=17, protect=2, turns_apart=True
+            ),
+            PassAllPropagation(),
+        ),
+        Together(
+            retention_tokens=17,
+            window_size=4,
+            protect=2,
+            base=SnapKV(window_size=4, kernel_size=3),
+            apart=True,
         ),
     ),
     "kvzip": (
