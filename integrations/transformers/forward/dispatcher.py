@@ -382,7 +382,8 @@ class ForwardDispatcher:
 
     def _read_prompt(self, arguments: dict[str, Any], missing: int, columns: int) -> dict[str, Any]:
         """Read the prompt, or a block, in a separate forward; return the arguments after it."""
-        if isinstance(arguments.get("attention_mask"), dict):
+        mask = arguments.get("attention_mask")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
             raise UnsupportedGenerationError(
                 "assistant_model, prompt_lookup_num_tokens and the policy's prefill_block must be "
                 "None with a model that makes masks outside of its decoder, since these cannot be "

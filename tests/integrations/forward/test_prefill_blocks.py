@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpolicy import CachePolicy
+from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache, read_together
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import (
@@ -21,6 +22,11 @@ from kvpolicy.policies import (
     SnapKV,
     StreamingLLM,
 )
+from tests.families import FAMILIES as BUILDS
+from tests.integrations.vision.models import FAMILIES as VISION
+from tests.integrations.vision.prompts import model_inputs
+from tests.integrations.vision.rows import first_parts
+from tests.integrations.vision.rows import model_of as vision_model
 from tests.reference import tiny_model
 
 BLOCK = 16
@@ -42,10 +48,12 @@ def prompt_of(length: int, seed: int = 3) -> Tensor:
 
 
 @torch.no_grad()
-def read(model: Any, policy: CachePolicy, ids: Tensor, **given: Any) -> tuple[PolicyCache, Tensor]:
+def read(
+    model: Any, policy: CachePolicy, input_ids: Tensor, **given: Any
+) -> tuple[PolicyCache, Tensor]:
     cache = PolicyCache(policy)
     with cache.attached(model):
-        logits = model(ids, **{CACHE: cache}, **given).logits
+        logits = model(input_ids, **{CACHE: cache}, **given).logits
     return cache, logits
 
 
@@ -91,6 +99,37 @@ def test_a_block_is_a_turn(name: str) -> None:
         a.shape != b.shape or not torch.equal(a, b)
         for a, b in zip(held(cache), held(whole), strict=True)
     )
+
+
+@pytest.mark.parametrize("family", ["gemma2", "deepseek_v3", "qwen3_next", "gpt_oss"])
+def test_a_block_is_a_turn_in_layers_of_other_kinds(family: str) -> None:
+    """Sliding windows, latent attention, recurrences, attention sinks."""
+    model, ids = BUILDS[family].build(3), prompt_of(57)
+    kind, given = POLICIES["keydiff"]
+    cache, logits = read(model, kind(**given, prefill_block=BLOCK), ids)
+    other, expected = in_turns(model, kind(**given), ids, [9, BLOCK, BLOCK, BLOCK])
+    assert [each.kept_len for each in cache.layers] == [each.kept_len for each in other.layers]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl"])
+def test_images(family: str) -> None:
+    """Blocks that keep everything change nothing, wherever they end."""
+    model = vision_model(family)
+    given = model_inputs(VISION[family], [[first_parts(family)[0]]])
+    cache, logits = read(model, FullContext(prefill_block=7), **given)
+    other, expected = read(model, FullContext(), **given)
+    assert_same(cache, other)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    kinds = [each._reader.now.tokens.kinds for each in (cache, other)]  # type: ignore[union-attr]
+    assert kinds[0].equal(kinds[1])
+
+
+@pytest.mark.parametrize("family", ["gemma3", "paligemma"])
+def test_images_whose_tokens_see_each_other_are_refused(family: str) -> None:
+    given = model_inputs(VISION[family], [[first_parts(family)[0]]])
+    with pytest.raises((UnsupportedGenerationError, UnsupportedModelError), match="block|chunk"):
+        read(vision_model(family), FullContext(prefill_block=7), **given)
 
 
 def test_a_prompt_within_one_block_is_read_as_without() -> None:
