@@ -14,7 +14,7 @@ from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
-from kvpolicy.selection import compress, head_budgets, highest
+from kvpolicy.selection import compress, highest
 
 
 @documented
@@ -23,7 +23,7 @@ class GlobalThresholdSelector(SharedBudgetSelector):
     """Keeps tokens above one saliency threshold, shared by all layers and KV heads of the model.
 
     Layers choose after all of them were scored. The budget of a row is the sum of the tokens that
-    each KV head of each layer would keep on its own under the rate or number of tokens. It is
+    each KV head of each layer would keep on its own, of all that have reached it. It is
     filled with the protected tokens and then the most salient tokens of any layer and head. Of
     equals the lower layer comes first, then the lower head, then the earlier token. Saliencies of
     different layers are compared directly, so they must have the same scale, as attention has. The
@@ -74,6 +74,34 @@ class GlobalThresholdSelector(SharedBudgetSelector):
         assert saliency is not None
         return self.select_together([saliency], [context])[0]
 
+    def _places(
+        self,
+        layers: Sequence[_Layer],
+        seen_len: Sequence[int],
+        own: Sequence[int],
+        lens: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """Return how many tokens all heads of all layers keep together in each row.
+
+        A head counts as if it still held all tokens that have reached its layer: what it evicted in
+        an earlier turn was given to other heads.
+        """
+        counts, held = [0] * len(seen_len), [0] * len(seen_len)
+        for layer, reached in zip(layers, lens, strict=True):
+            valid, fixed = layer.valid.sum(dim=2).tolist(), layer.protected.sum(dim=2).tolist()
+            for row, seen in enumerate(seen_len):
+                held[row] += sum(valid[row])
+                counts[row] += sum(
+                    self.mean_budget.count(
+                        seen_len=seen,
+                        available=seen - own[row] + reached[row],
+                        protected=protected,
+                    )
+                    for tokens, protected in zip(valid[row], fixed[row], strict=True)
+                    if tokens
+                )
+        return [min(count, most) for count, most in zip(counts, held, strict=True)]
+
     def select_together(
         self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
     ) -> list[Tensor]:
@@ -85,25 +113,20 @@ class GlobalThresholdSelector(SharedBudgetSelector):
             _Layer.of(saliency, context, self.protected(context), contexts[0].keys.device)
             for saliency, context in zip(saliencies, contexts, strict=True)
         ]
-        counts = [0] * contexts[0].batch
-        for layer in layers:
-            budgets = head_budgets(
-                self.mean_budget,
-                contexts[0].seen_len,
-                valid=layer.valid,
-                protected=layer.protected,
-            )
-            for row, heads in enumerate(budgets):
-                counts[row] += sum(heads)
+        lens = [context.new_valid.sum(dim=1).tolist() for context in contexts]
+        own = [max(each) for each in zip(*lens, strict=True)]  # the tokens of the turn in each row
+        counts = self._places(layers, contexts[0].seen_len, own, lens)
         scores, valid, fixed, new = (
             torch.cat([getattr(layer, name).flatten(1) for layer in layers], dim=1)
             for name in ("scores", "valid", "protected", "new")
         )
         free = valid & ~fixed
         if self.turns_apart:
-            places = _of_the_new(counts, contexts, free, fixed, new)
+            shares = zip(counts, own, contexts[0].seen_len, strict=True)
+            of_turn = [count * turn // max(seen, 1) for count, turn, seen in shares]
+            places = _of_the_new(counts, of_turn, free, fixed, new)
             chosen = highest(scores, free & new, places)
-            counts = [count - own for count, own in zip(counts, places, strict=True)]
+            counts = [count - taken for count, taken in zip(counts, places, strict=True)]
             free &= ~new
         else:
             chosen = torch.zeros_like(free)
@@ -117,25 +140,19 @@ class GlobalThresholdSelector(SharedBudgetSelector):
 
 
 def _of_the_new(
-    counts: Sequence[int],
-    contexts: Sequence[LayerContext],
-    free: Tensor,
-    fixed: Tensor,
-    new: Tensor,
+    counts: Sequence[int], shares: Sequence[int], free: Tensor, fixed: Tensor, new: Tensor
 ) -> list[int]:
-    """Return how many of the places that are not protected a turn's own tokens take in each row.
+    """Return how many tokens of a turn, besides protected ones, are kept in each row.
 
     ``free``, ``fixed`` and ``new`` are ``[batch, entries]``, of all heads of all layers.
     """
-    lens = torch.stack([context.new_valid.sum(dim=1) for context in contexts]).amax(dim=0).tolist()
     masks = torch.stack([free & new, free & ~new, fixed & new, fixed])
     found = []
     for row, sums in enumerate(masks.sum(dim=2).T.tolist()):
         free_new, free_old, fixed_new, fixed_all = sums
-        share = counts[row] * lens[row] // max(contexts[0].seen_len[row], 1) - fixed_new
         places = counts[row] - fixed_all
         # What one side does not need goes to the other.
-        found.append(min(max(share, places - free_old, 0), free_new, places))
+        found.append(min(max(shares[row] - fixed_new, places - free_old, 0), free_new, places))
     return found
 
 

@@ -70,20 +70,25 @@ class Together:
                     self.retention_rate,
                     self.retention_tokens,
                     seen=max(seen - self.whole, 0),
-                    available=len(held) - len(given),
+                    available=self.reached(held, seen, new),
                     protected=len(always) - len(given),
                 )
-                counts[-1].append(count - len(always) + len(given))
+                counts[-1].append(
+                    (count if len(held) > len(given) else 0) - len(always) + len(given)
+                )
                 places += [
                     (layer, head, index) for index in range(len(held)) if index not in always
                 ]
         if self.spans is not None:
             scores = self.of_any_head(layers, scores, fixed, self.spans)
-        groups = [(places, sum(map(sum, counts)))]
+        groups = [(places, min(sum(map(sum, counts)), len(places)))]
         if self.uniform:
             owners = sorted({place[:2] for place in places})
             groups = [
-                ([place for place in places if place[:2] == owner], counts[owner[0]][owner[1]])
+                (
+                    own := [place for place in places if place[:2] == owner],
+                    min(counts[owner[0]][owner[1]], len(own)),
+                )
                 for owner in owners
             ]
         elif self.apart:
@@ -97,6 +102,14 @@ class Together:
                 layer, head, index = group[place]
                 fixed[layer][head].append(index)
         return [[sorted(head) for head in heads] for heads in fixed], gap
+
+    def reached(self, held: Sequence[Entry], seen: int, new: int) -> int:
+        """Returns the number of entries that a head would hold if it had evicted none.
+
+        Positions below `whole` do not count.
+        """
+        earlier = max(seen - new - self.whole, 0)
+        return earlier + sum(entry.position >= max(seen - new, self.whole) for entry in held)
 
     def turns_apart(
         self,
