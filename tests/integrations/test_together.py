@@ -567,3 +567,26 @@ def test_rows_of_stacked_caches_answer_as_if_alone(name: str) -> None:
         for row, want in zip(got, wanted, strict=True):
             Pair(model, stacked, stacked, mask).check_close(row[None], want)
         following = got[:1, -1:].argmax(-1)
+
+
+def test_equal_scorers_are_asked_once_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not where a policy reads fewer tokens than another."""
+    asked: list[int] = []
+    real = WindowMaxPoolScorer.score
+
+    def counted(scorer: WindowMaxPoolScorer, context: LayerContext) -> Tensor:
+        asked.append(context.layer_idx)
+        return real(scorer, context)
+
+    model, (ids, mask) = model_of("llama"), prompt(2)
+    own = {name: SnapKV(rate, window_size=4) for name, rate in (("a", 0.2), ("b", 0.4))}
+    other = dropping(1)
+    alone, _ = read_each(model, {**own, "drops": other}, ids, mask)
+    monkeypatch.setattr(WindowMaxPoolScorer, "score", counted)
+    read_together(model, ids, own, mask)
+    assert asked == [0, 1, 2, 3]
+    asked.clear()
+    read_together(model, ids, {"c": attrs.evolve(own["a"], kernel_size=3), "drops": other}, mask)
+    assert asked == [0, 1, 2, 2, 3, 3]
+    monkeypatch.undo()
+    check_alike(model, alone, ids, mask)
