@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvpolicy.evaluation.asking import Asked, check_fits
 from kvpolicy.evaluation.progress import Progress, silent
-from kvpolicy.integrations.transformers import PolicyCache, read_together
+from kvpolicy.integrations.transformers import PolicyCache, ReadTogether, read_together
+from kvpolicy.integrations.transformers.stacking import may_stack, stack
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FullContext
 from kvpolicy.policy import CachePolicy
@@ -26,6 +27,8 @@ FULL = "full context"
 """The name of full context where it is not among the policies."""
 # Distributions that are compared at a time: Gemma's of 256 tokens would be a copy of 268 MB.
 _ROWS = 32
+# Logits of a batch of answers, which are held several times: 268 MB in float32.
+_LOGITS = 2**26
 
 
 @attrs.frozen
@@ -72,7 +75,7 @@ def outcomes(
 ) -> Iterator[Outcome]:
     """Yield what each policy does with each question; full context is the first of each.
 
-    A prompt is read once for all policies, as far as they read the same.
+    A prompt is read once for all policies, as far as they read the same, and answered in a batch.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -96,38 +99,56 @@ def outcomes(
     progress("questions", done, total)
     for each in asked:
         ids = each.document_ids + (() if later else each.question_ids)
-        reference: Tensor | None = None
         caches = read_together(model, torch.tensor([ids], device=model.device), ordered)
-        for name in ordered:
-            cache, logits = caches.pop(name), caches.logits[name][0].float()
-            report = cache.report().total  # before anything is appended
+        reports = {name: cache.report().total for name, cache in caches.items()}
+        reference: Tensor | None = None
+        answers: dict[str, tuple[float, float, str]] = {}
+        for names in _groups(caches, len(each.answer_ids)):
+            logits = torch.cat([caches.logits[name] for name in names]).float()
+            together = [caches.pop(name) for name in names]
+            cache = stack(together) if len(names) > 1 else together[0]
             if later and each.question_ids:
-                logits = append(model, cache, each.question_ids, last=True)[-1]
-            question, right = each.question, torch.tensor(each.answer_ids, device=logits.device)
-            answered = copy.copy(cache)
-            rows = _rows(model, answered, logits, each.answer_ids)
-            reference = rows if reference is None else reference
-            agreed = int((rows.argmax(1) == right).cumprod(0).sum())
-            if cache.policy.decoding is None and all(it.is_croppable for it in cache.layers):
-                answered.crop(min(agreed + 1, len(right)) - len(right))
-                text = _answer(model, tokenizer, answered, rows[: agreed + 1], each)
-            else:
-                text = _answer(model, tokenizer, cache, rows[:1], each)
+                logits = append(model, cache, [each.question_ids] * len(names), last=True)[:, -1]
+            rows, texts = _answers(model, tokenizer, cache, logits, each)
+            reference = rows[0] if reference is None else reference
+            for name, own, text in zip(names, rows, texts, strict=True):
+                right = torch.tensor(each.answer_ids, device=own.device)[:, None]
+                log_prob = float(own.gather(1, right).double().sum())
+                answers[name] = log_prob, divergence(reference, own), text
+        question = each.question
+        for name in ordered:
+            log_prob, far, text = answers[name]
             yield Outcome(
                 policy=name,
                 kind=question.kind,
                 text=text,
                 score=question.score(text, question.answers) if question.new_tokens else None,
-                log_prob=float(rows.gather(1, right[:, None]).double().sum()),
+                log_prob=log_prob,
                 answer_len=len(each.answer_ids),
-                divergence=divergence(reference, rows),
-                seen=report.seen,
-                kept=report.kept,
-                held_bytes=report.held_bytes,
-                full_bytes=report.full_bytes,
+                divergence=far,
+                seen=reports[name].seen,
+                kept=reports[name].kept,
+                held_bytes=reports[name].held_bytes,
+                full_bytes=reports[name].full_bytes,
             )
             done += 1
             progress("questions", done, total)
+
+
+def _groups(caches: ReadTogether, answer_len: int) -> list[list[str]]:
+    """Return the names of caches whose answers are decoded as rows of one batch.
+
+    The first, full context, is alone: to its length all others would be padded.
+
+    Args:
+        caches: The caches, by name.
+        answer_len: Tokens of the right answer, whose logits limit a batch.
+    """
+    first, *others = caches
+    most = max(_LOGITS // (answer_len * caches.logits[first].shape[-1]), 1)
+    rows = [name for name in others if may_stack(caches[name])]
+    batches = [rows[start : start + most] for start in range(0, len(rows), most)]
+    return [[first], *batches, *([name] for name in others if name not in rows)]
 
 
 def divergence(reference: Tensor, rows: Tensor) -> float:
@@ -154,23 +175,26 @@ def divergence(reference: Tensor, rows: Tensor) -> float:
 
 
 def append(
-    model: PreTrainedModel, cache: Cache, ids: Sequence[int], *, last: bool = False
+    model: PreTrainedModel, cache: Cache, ids: Sequence[Sequence[int]], *, last: bool = False
 ) -> Tensor:
-    """Read ids into a cache and return the logits of all, or of the last ``[len, vocabulary]``.
+    """Read ids into a cache and return the logits of all, or of the last token of each row.
 
     A policy chooses in the first call; later ones append.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
         cache: Ours, or one of Transformers.
-        ids: Token ids, at least one.
+        ids: ``[batch, len]`` token ids, at least one a row.
         last: Whether only the last token's logits are needed.
+
+    Returns:
+        ``[batch, len, vocabulary]`` float32.
     """
-    tokens = torch.tensor([ids], device=model.device)
+    tokens = torch.tensor(ids, device=model.device)
     keep = {"logits_to_keep": 1} if last and _keeps(model) else {}
     attached = cache.attached(model) if isinstance(cache, PolicyCache) else nullcontext()
     with torch.no_grad(), attached:
-        logits: Tensor = model(tokens, **{CACHE: cache}, **keep).logits[0]
+        logits: Tensor = model(tokens, **{CACHE: cache}, **keep).logits
     return logits.float()
 
 
@@ -179,50 +203,71 @@ def _keeps(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-def _rows(
-    model: PreTrainedModel, cache: PolicyCache, logits: Tensor, answer: Sequence[int]
-) -> Tensor:
-    """Return the logarithms of the next token's probabilities at each token of an answer.
+def _answers(
+    model: PreTrainedModel, tokenizer: Any, cache: PolicyCache, logits: Tensor, asked: Asked
+) -> tuple[Tensor, list[str]]:
+    """Return the probabilities of the right answer's tokens, and the greedy answers.
 
     Args:
         model: The model.
-        cache: What comes before the answer; the answer is appended to it.
-        logits: ``[vocabulary]`` for the answer's first token.
-        answer: Token ids of the answer.
+        tokenizer: Its tokenizer.
+        cache: What comes before the answer, in one row or more.
+        logits: ``[batch, vocabulary]`` for the answer's first token.
+        asked: The question.
 
     Returns:
-        ``[answer_len, vocabulary]`` float32.
+        ``[batch, answer_len, vocabulary]`` logarithms of probabilities, float32; and a text for
+        each row.
     """
-    rows = logits[None]
-    if len(answer) > 1:
-        rows = torch.cat([rows, append(model, cache, answer[:-1])])
-    return rows.log_softmax(1)
+    right, answered, rows = asked.answer_ids, copy.copy(cache), logits[:, None]
+    if len(right) > 1:
+        rows = torch.cat([rows, append(model, answered, [right[:-1]] * len(logits))], dim=1)
+    rows, known = rows.log_softmax(2), rows.argmax(2)
+    if cache.policy.decoding is not None or not all(it.is_croppable for it in cache.layers):
+        return rows, _texts(model, tokenizer, cache, known[:, :1], asked)
+    texts = [""] * len(known)
+    agreed = (known == known.new_tensor(right)).cumprod(1).sum(1)
+    for count in sorted({*agreed.tolist()}):
+        alike = (agreed == count).nonzero()[:, 0]
+        going = copy.copy(answered)
+        going.batch_select_indices(alike)
+        going.crop(min(count + 1, len(right)) - len(right))
+        found = _texts(model, tokenizer, going, known[alike, : count + 1], asked)
+        for row, text in zip(alike.tolist(), found, strict=True):
+            texts[row] = text
+    return rows, texts
 
 
-def _answer(
-    model: PreTrainedModel, tokenizer: Any, cache: PolicyCache, rows: Tensor, asked: Asked
-) -> str:
-    """Return the greedy answer, up to an end token, a line's end, or the most tokens allowed.
+def _texts(
+    model: PreTrainedModel, tokenizer: Any, cache: PolicyCache, known: Tensor, asked: Asked
+) -> list[str]:
+    """Return greedy answers, up to an end token, a line's end, or the most tokens allowed.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer.
         cache: What comes before the answer, and all tokens that are known but the last.
-        rows: ``[known, vocabulary]`` for the answer's first tokens, at least one.
+        known: ``[batch, known]``, the answers' first tokens, at least one.
         asked: The question.
     """
-    ends, ids, text = _ends(model, tokenizer), list[int](), ""
-    known = rows.argmax(1).tolist()
+    ends, ids, texts = _ends(model, tokenizer), known.tolist(), [""] * len(known)
+    going = rows = list(range(len(known)))  # whose answers go on; that the cache holds
     for index in range(asked.question.new_tokens):
-        if index == len(known):
-            known.append(int(append(model, cache, [ids[-1]])[-1].argmax()))
-        if known[index] in ends:
+        if index >= known.shape[1]:
+            if 2 * len(going) <= len(rows):
+                cache.batch_select_indices(torch.tensor([rows.index(row) for row in going]))
+                rows = going
+            said = append(model, cache, [ids[row][-1:] for row in rows])[:, -1].argmax(1)
+            for row, token in zip(rows, said.tolist(), strict=True):
+                ids[row].append(token)
+        going = [row for row in going if ids[row][index] not in ends]
+        for row in going:
+            texts[row] = tokenizer.decode(ids[row][: index + 1], skip_special_tokens=True)
+        if asked.question.one_line:
+            going = [row for row in going if "\n" not in texts[row].lstrip()]
+        if not going:
             break
-        ids.append(known[index])
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        if asked.question.one_line and "\n" in text.lstrip():
-            break
-    return text
+    return texts
 
 
 def _ends(model: PreTrainedModel, tokenizer: Any) -> set[int]:

@@ -135,12 +135,12 @@ def _timed(
     model: PreTrainedModel, ids: Sequence[int], policy: CachePolicy | None, new_tokens: int
 ) -> tuple[float, float, float, float]:
     cache = DynamicCache(config=model.config) if policy is None else PolicyCache(policy)
-    prefill, logits = _clocked(model, lambda: append(model, cache, ids, last=True))
-    token = int(logits[-1].argmax())
+    prefill, logits = _clocked(model, lambda: append(model, cache, [ids], last=True))
+    token = int(logits[0, -1].argmax())
 
     def decode() -> None:
         for _ in range(new_tokens):
-            append(model, cache, [token])
+            append(model, cache, [[token]])
 
     decoded, _ = _clocked(model, decode)
     wall, cpu = (each / new_tokens for each in decoded)

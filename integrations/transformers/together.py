@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
 from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts
@@ -28,8 +29,10 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import why_whole
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.integrations.transformers.surface import CACHE, CACHE_NAMES
+from kvpolicy.interfaces import Scorer
 from kvpolicy.policies import FullContext
 from kvpolicy.policy import CachePolicy
+from kvpolicy.precision import without_autocast
 
 # Arguments of a model that `read_together` gives itself, or that ask for an output of all tokens.
 OWN_ARGUMENTS = frozenset({"labels", "logits_to_keep", "use_cache", *CACHE_NAMES})
@@ -221,6 +224,30 @@ def _shared(
     return logits
 
 
+class _Sharing(Select):
+    """A policy's choice in which a scorer is asked once for all policies that have an equal one.
+
+    Attributes:
+        known: What scorers of other policies have said of the layer under way; None where a policy
+            has tokens of its own.
+    """
+
+    known: dict[Scorer, Tensor] | None = None
+
+    def saliency(self, at: PassState, context: LayerContext) -> Tensor | None:
+        """See `AtEnd.saliency`."""
+        policy, scorer = at.policy, at.policy.scorer
+        alike = policy.decoding is None and not policy.gapless and policy._selects_by_saliency
+        if self.known is None or scorer is None or not alike or not policy._is_tested(scorer):
+            return None
+        if scorer.history_layers:
+            return None
+        if scorer not in self.known:
+            with without_autocast(context.keys.device):
+                self.known[scorer] = policy._saliency(context, self.checks)
+        return self.known[scorer]
+
+
 @attrs.define(eq=False)
 class _Follower:
     """A cache that chooses among the keys and values which another cache's forward shows it.
@@ -239,7 +266,7 @@ class _Follower:
 
     name: str
     cache: PolicyCache
-    select: Select = attrs.field(factory=Select, init=False)
+    select: _Sharing = attrs.field(factory=_Sharing, init=False)
     run: PassRun = attrs.field(init=False)
     output: Any = attrs.field(default=None, init=False)
 
@@ -280,13 +307,16 @@ class _Follower:
         inputs: AttentionInputs,
         stored: tuple[Tensor, Tensor],
         leading: PolicyLayer,
+        known: dict[Scorer, Tensor],
     ) -> None:
         """Let the policy choose what a layer keeps; ``leading`` is the leader's layer."""
         layer = self.cache.layers[index]
         if layer.indexed is not None and leading.indexed is not None:
             layer.indexed.show_as(leading.indexed)
         self.run.at.masks.enter(layer)
+        self.select.known = known
         self.select.observe(self.run.at, index, inputs, stored)
+        self.select.known = None
 
     def layer(self, around: AroundLayer, kwargs: dict[str, Any], leading: Any) -> None:
         """Run a layer for the policy's own tokens, if it has dropped some."""
@@ -376,10 +406,11 @@ class _Leading(Select):
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:
         """See `AtQueries.observe`."""
+        known: dict[Scorer, Tensor] = {}
         for each in self._followers:
             if each.follows(index):
                 with _of_policy(each.name):
-                    each.observe(index, inputs, stored, at.layers[index])
+                    each.observe(index, inputs, stored, at.layers[index], known)
 
     def layer(
         self, run: PassRun, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]

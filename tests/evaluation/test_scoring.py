@@ -18,7 +18,7 @@ from kvpolicy.evaluation.asking import Asked, Asker
 from kvpolicy.evaluation.scoring import FULL, outcomes
 from kvpolicy.evaluation.tasks.question import Question
 from kvpolicy.integrations.transformers.surface import CACHE
-from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
+from kvpolicy.policies import AdaKV, FastKV, FullContext, GemFilter, SnapKV, StreamingLLM
 from kvpolicy.policy import CachePolicy
 from tests import reference
 from tests.integrations.lm_eval.support import char_tokenizer
@@ -152,8 +152,8 @@ def test_an_answer_goes_on_where_it_leaves_the_right_one(
     read: list[int] = []
     real = scoring.append
 
-    def counted(model: Any, cache: Any, ids: Sequence[int], **more: Any) -> Tensor:
-        read.append(len(ids))
+    def counted(model: Any, cache: Any, ids: Sequence[Sequence[int]], **more: Any) -> Tensor:
+        read.append(len(ids[0]))
         return real(model, cache, ids, **more)
 
     monkeypatch.setattr(scoring, "append", counted)
@@ -170,6 +170,40 @@ def test_an_answer_goes_on_where_it_leaves_the_right_one(
         (own,) = outcomes(model, char_tokenizer(), [made], {"all": None})
         assert own.text == char_tokenizer().decode(said)
         assert read == count
+
+
+def test_answers_of_one_prompt_are_decoded_together(
+    model: PreTrainedModel, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows' texts and probabilities are those of policies asked one at a time."""
+    batches: list[int] = []
+    real = scoring.append
+
+    def counted(model: Any, cache: Any, ids: Sequence[Sequence[int]], **more: Any) -> Tensor:
+        batches.append(len(ids))
+        return real(model, cache, ids, **more)
+
+    rates = (0.1, 0.2, 0.3, 0.5, 0.8)
+    policies = {f"ada {rate}": AdaKV(rate, window_size=2) for rate in rates}
+    policies["gem"] = GemFilter(0.4, filter_layer=1)
+    said = dense_answer(model, asked[0], reference.FullContext(), later=False)
+    asked = [attrs.evolve(asked[0], answer_ids=tuple(said[:4])), asked[1]]
+    monkeypatch.setattr(scoring, "append", counted)
+    texts = [it.text for it in outcomes(model, char_tokenizer(), asked, policies)]
+    assert max(batches) == len(policies)
+    assert 3 in batches  # answers that agree with the right one are decoded from there
+    ends = {each for text in texts[-6:-2] for each in char_tokenizer()(text[1]).input_ids}
+    monkeypatch.setattr(scoring, "_ends", lambda *_: ends)
+    batches.clear()
+    found = list(outcomes(model, char_tokenizer(), asked, policies))
+    assert 2 in batches  # answers that have ended are left out
+    for own in found:
+        if own.policy != FULL:
+            alone = outcomes(model, char_tokenizer(), asked, {own.policy: policies[own.policy]})
+            (same,) = (it for it in alone if (it.policy, it.kind) == (own.policy, own.kind))
+            for name, value in attrs.asdict(same).items():
+                near = pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
+                assert getattr(own, name) == near
 
 
 def test_what_is_held_is_counted_before_the_question(
@@ -221,9 +255,9 @@ def test_the_answer_ends(
     tokenizer = char_tokenizer()
     said: list[int] = []
 
-    def scripted(model: Any, cache: Any, ids: Sequence[int], last: bool = False) -> Tensor:
-        said.extend(ids)
-        return one_hot(script[len(said)])
+    def scripted(model: Any, cache: Any, ids: Sequence[Sequence[int]]) -> Tensor:
+        said.extend(ids[0])
+        return one_hot(script[len(said)])[None]
 
     def one_hot(token: int) -> Tensor:
         return torch.nn.functional.one_hot(torch.tensor([token]), 97).float()
@@ -239,10 +273,10 @@ def test_the_answer_ends(
         model.generation_config.eos_token_id = None if ends is None else tokenizer(ends).input_ids
         question = attrs.evolve(QUESTIONS[0], new_tokens=7, one_line=True)
         asked = Asker(tokenizer).ask(question)
-        rows = torch.cat([one_hot(token) for token in script[:known]])
+        first = torch.tensor([script[:known]])
         said.extend(script[: known - 1])
-        found = scoring._answer(model, tokenizer, None, rows, asked)  # type: ignore[arg-type]
-        assert found == expected
+        found = scoring._texts(model, tokenizer, None, first, asked)  # type: ignore[arg-type]
+        assert found == [expected]
     model.generation_config.eos_token_id = None
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from kvpolicy import CachePolicy, LayerContext, Scorer, registered
 from kvpolicy.integrations.transformers import PolicyCache, read_together
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
+from kvpolicy.integrations.transformers.stacking import may_stack, stack
 from kvpolicy.policies import (
     H2O,
     AdaKV,
@@ -543,3 +544,49 @@ def test_no_gradient_is_recorded() -> None:
     caches = read_together(model_of("llama"), prompt(1)[0], SOME)
     assert not any(logits.requires_grad for logits in caches.logits.values())
     assert not any(layer.keys.requires_grad for each in caches.values() for layer in each.layers)
+
+
+# Whose layers hold keys and values of their own, and nothing else.
+STACKED = sorted({"gpt_oss", "gemma3_text", "llama4_text_mixed", "gpt2", "bert", "gptj"} & {*KINDS})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*PLAIN, *STACKED])
+def test_rows_of_stacked_caches_answer_as_if_alone(name: str) -> None:
+    """Several tokens at once, then one at a time; with other lengths in heads, layers and rows."""
+    model, (ids, mask) = model_of(name), prompt(1)
+    can, _ = read_each(model, all_methods() | others(), ids, mask)
+    alone = {each: cache for each, (cache, _) in can.items() if may_stack(cache)}
+    stacked = stack([copy.copy(cache) for cache in alone.values()])
+    assert stacked.seen_lengths == LENGTHS[:1] * len(alone)
+    following, _ = prompt(1, SECOND, seed=8)
+    for _ in range(3):
+        many = mask.new_ones(len(alone), stacked.get_seq_length() + following.shape[1])
+        got = forward(model, stacked, following.expand(len(alone), -1), many)
+        wanted = [forward(model, it, following, many[:1]) for it in alone.values()]
+        for row, want in zip(got, wanted, strict=True):
+            Pair(model, stacked, stacked, mask).check_close(row[None], want)
+        following = got[:1, -1:].argmax(-1)
+
+
+def test_equal_scorers_are_asked_once_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not where a policy reads fewer tokens than another."""
+    asked: list[int] = []
+    real = WindowMaxPoolScorer.score
+
+    def counted(scorer: WindowMaxPoolScorer, context: LayerContext) -> Tensor:
+        asked.append(context.layer_idx)
+        return real(scorer, context)
+
+    model, (ids, mask) = model_of("llama"), prompt(2)
+    own = {name: SnapKV(rate, window_size=4) for name, rate in (("a", 0.2), ("b", 0.4))}
+    other = dropping(1)
+    alone, _ = read_each(model, {**own, "drops": other}, ids, mask)
+    monkeypatch.setattr(WindowMaxPoolScorer, "score", counted)
+    read_together(model, ids, own, mask)
+    assert asked == [0, 1, 2, 3]
+    asked.clear()
+    read_together(model, ids, {"c": attrs.evolve(own["a"], kernel_size=3), "drops": other}, mask)
+    assert asked == [0, 1, 2, 2, 3, 3]
+    monkeypatch.undo()
+    check_alike(model, alone, ids, mask)

@@ -222,7 +222,7 @@ class Select(AtEnd):
         checking waits for the device.
         """
         try:
-            saliency = self.saliency(at, context) if self._chunks is not None else None
+            saliency = self.saliency(at, context)
             decision = at.policy.decide(
                 context, remembered=remembered, checks=self.checks, saliency=saliency
             )

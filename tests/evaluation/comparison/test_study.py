@@ -86,8 +86,8 @@ def test_policies_take_turns(model: PreTrainedModel, monkeypatch: pytest.MonkeyP
     seen: list[tuple[str, int]] = []
     real = times.append
 
-    def noted(model: Any, cache: Any, ids: Sequence[int], **more: Any) -> Any:
-        seen.append((type(cache).__name__, len(ids)))
+    def noted(model: Any, cache: Any, ids: Sequence[Sequence[int]], **more: Any) -> Any:
+        seen.append((type(cache).__name__, len(ids[0])))
         return real(model, cache, ids, **more)
 
     monkeypatch.setattr(times, "append", noted)
