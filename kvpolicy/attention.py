@@ -12,11 +12,9 @@ from kvpolicy.context import LayerContext
 from kvpolicy.heads import sum_of_heads
 
 __all__ = [
-    "block_bytes",
     "causal_attention_peaks",
     "causal_attention_sums",
     "group_mean",
-    "neighbour_mean",
     "query_key_products",
     "standardized",
 ]

@@ -47,6 +47,8 @@ def documented(cls: type[T]) -> type[T]:
         <BLANKLINE>
         Args:
             retention_rate: Fraction of the context every layer keeps, in (0, 1].
+            prefill_block: Tokens of a prompt that are read at a time, at least 1. After each block
+                all layers evict, so that memory is bounded in prefill too. None reads it whole.
             decoding: Number of tokens every layer keeps while an answer is decoded, at least 1;
                 True for ``retention_tokens``; or a `DecodingEviction`. None lets it grow.
             window_size: Last tokens that are always kept, at least 0.

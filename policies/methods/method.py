@@ -39,8 +39,8 @@ class Method(CachePolicy):
     Example:
         >>> from kvpolicy.policies import SnapKV
         >>> SnapKV(window_size=4)
-        SnapKV(decoding=None, retention_rate=0.1, window_size=4, retention_tokens=None, protect=0, \
-kernel_size=7, group_first=False)
+        SnapKV(prefill_block=None, decoding=None, retention_rate=0.1, window_size=4, \
+retention_tokens=None, protect=0, kernel_size=7, group_first=False)
         >>> SnapKV(window_size=4).scorer
         WindowMaxPoolScorer(window_size=4, kernel_size=7, group_first=False, peak_first=False)
         >>> SnapKV(decoding=512).decoding.most_tokens
