@@ -109,7 +109,7 @@ class WindowMaxPoolScorer(_PooledWindowScorer):
         check_kind("peak_first", self.peak_first, bool)
 
     def _observed(self, context: LayerContext) -> Tensor:
-        attention = super()._observed(context)
+        attention = causal_attention_sums(context)
         if not self.group_first:
             return attention
         if context._stored is None:

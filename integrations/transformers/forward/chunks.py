@@ -222,6 +222,9 @@ class AtEnd(InPrompt):
     Args:
         chunks: The chunks before the last; None if the prompt came in one forward.
         history: See `InPrompt`.
+
+    Attributes:
+        carried: See `Chunks`.
     """
 
     padding_first = True
@@ -229,28 +232,22 @@ class AtEnd(InPrompt):
     def __init__(self, chunks: Chunks | None = None, history: History | None = None) -> None:
         super().__init__(history)
         self._chunks = chunks
+        self.carried = {} if chunks is None else chunks.carried
 
     def shown(self, at: PassState, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries of all chunks of the prompt; see `InPrompt.shown`."""
         chunks = self._chunks
         if chunks is None:
-            return super().shown(at, index, queries)
+            return queries, at.reach.valid
         new_valid = chunks.prompt_valid(at.reach.valid)
-        if at.policy.num_queries == 0:
-            return queries[:, :, :0], new_valid
-        if index in chunks.carried or index not in chunks.asked:
+        if index in self.carried or index not in chunks.asked:
             return queries, new_valid
         return chunks.shown(index, queries, at.reach.valid), new_valid
 
-    def saliency(self, at: PassState, context: LayerContext) -> Tensor | None:
-        """Return the saliency of a layer's keys, if its scorer has summed over the chunks before.
-
-        None if the policy's scorer is to be asked as usual.
-        """
-        chunks, index = self._chunks, context.layer_idx
-        if chunks is None or index not in chunks.carried:
-            return None
-        carried, order = _wider(chunks.carried[index], context.key_len), at.masks.order
+    def saliency(self, at: PassState, context: LayerContext) -> Tensor:
+        """Return the saliency of a layer's keys, whose scorer has summed over the chunks before."""
+        carried = _wider(self.carried[context.layer_idx], context.key_len)
+        order = at.masks.order
         if order is not None:
             carried = gather_slots(
                 carried, order.to(carried.device).expand(-1, carried.shape[1], -1)

@@ -175,7 +175,9 @@ class InPrompt(AtQueries):
         """Build the `LayerContext` that the policy gets of a layer; see `AtQueries.observe`."""
         layer, policy = at.layers[index], at.policy
         queries, new_valid = self.shown(at, index, inputs.queries)
-        held = inputs.keys.shape[2]
+        count, held = policy.num_queries, inputs.keys.shape[2]
+        if count is not None:
+            queries = queries[:, :, max(queries.shape[2] - count, 0) :]
         if held < new_valid.shape[1]:  # behind a window in a prompt in chunks; see `chunk_windows`
             new_valid = new_valid[:, -held:]
             queries = queries[:, :, max(queries.shape[2] - held, 0) :]
@@ -198,7 +200,5 @@ class InPrompt(AtQueries):
         )
 
     def shown(self, at: PassState, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the last queries, as many as the policy reads, and the mask of real new tokens."""
-        count = at.policy.num_queries
-        first = 0 if count is None else max(queries.shape[2] - count, 0)
-        return queries[:, :, first:], at.reach.valid
+        """Return the queries of the prompt so far, at least its last ones, and its real tokens."""
+        return queries, at.reach.valid

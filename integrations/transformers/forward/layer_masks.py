@@ -84,7 +84,7 @@ class LayerMasks:
         self.sees_all = not call.model.causal and first
         self.may_be_own = (call.own_masks or self.sees_all) and reach.count > 1
         self._combined: Tensor | None = None  # positions of the current layer's keys
-        self._causal: dict[tuple[int, int, bool], Mask] = {}  # by lengths, and if None is allowed
+        self._causal: dict[tuple[int, int], Mask] = {}  # by lengths
         self._own: dict[int, tuple[Any, Spans | None]] = {}  # by the id of the mask
         self._lower_right = LowerRight()
         self._new_positions: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
@@ -273,7 +273,11 @@ class LayerMasks:
             self.blocks = self._blocks_of(index, hidden.device)
             return None
         if plain:
-            return self._causal_mask(layer.kept_len + query_len, query_len, hidden, spare=spare)
+            lengths = layer.kept_len + query_len, query_len
+            if lengths not in self._causal:
+                how = self._implementation, hidden.dtype, hidden.device
+                self._causal[lengths] = causal_mask(*lengths, *how)
+            return self._causal[lengths]
         positions = self.positions(layer, layer.choices, hidden.device)
         # Heads may hold different tokens. This matters only if some are padding or outside of the
         # window: otherwise every held token is before all queries.
@@ -283,19 +287,6 @@ class LayerMasks:
             positions = positions[:, :1]  # some layers take one mask for all heads
         seen = self.visibility(positions, layer.facts.query_heads, window, own)
         return seen.mask(self._implementation, hidden.dtype)
-
-    def _causal_mask(self, key_len: int, query_len: int, hidden: Tensor, *, spare: bool) -> Mask:
-        key = key_len, query_len, spare
-        if key not in self._causal:
-            self._causal[key] = causal_mask(
-                key_len,
-                query_len,
-                implementation=self._implementation,
-                dtype=hidden.dtype,
-                device=hidden.device,
-                spare=spare,
-            )
-        return self._causal[key]
 
     def may_narrow(self, index: int) -> bool:
         """True if a layer may compute its output for only some of its tokens.

@@ -380,34 +380,29 @@ class PassRun:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute a layer's attention by its own function, and show the policy its queries."""
-        if index in self.alone:
-            read = inputs.queries, inputs.keys, inputs.values
-            output = attend(module, *read, mask, **kwargs)
-            self._observe(index, inputs)
-            return output
-        temperature = self.call.model.temperatures[index]
+        given, self.pending = self.pending, None
+        assert given is not None
+        temperature = None if index in self.alone else self.call.model.temperatures[index]
         if temperature is not None:
             places = self.attention.places
             queries = temperature.corrected(inputs.queries, self.at.before.seen, places)
             inputs = attrs.evolve(inputs, queries=queries)
-        if self._looking or index == self.made.ends_inside:
+        read = inputs.queries, inputs.keys, inputs.values
+        looks, again = self._looking or index == self.made.ends_inside, self.seen is not None
+        if looks:
             self.seen = inputs.keys, inputs.values
-            self._observe(index, inputs)
-            if self._looking and self.stage is not None and not self.call.model.form.known:
-                return attend(module, inputs.queries, inputs.keys, inputs.values, None, **kwargs)
+        elif index in self.alone:
+            output = attend(module, *read, mask, **kwargs)
+        else:
+            output = self.attention.attend(attend, module, inputs, mask, given, **kwargs)
+        if not again:
+            self._queries.observe(self.at, index, inputs, given)
+        if looks and self._looking and self.stage is not None and not self.call.model.form.known:
+            return attend(module, *read, None, **kwargs)
+        if looks:
             raise PassEnded
-        given = self.pending
-        assert given is not None
-        output = self.attention.attend(attend, module, inputs, mask, given, **kwargs)
-        if self.seen is None:
-            self._observe(index, inputs)
-        self.pending = self.seen = self.attention.narrowed = None
+        self.seen = self.attention.narrowed = None
         return output
-
-    def _observe(self, index: int, inputs: AttentionInputs) -> None:
-        assert self.pending is not None
-        stored, self.pending = self.pending, None
-        self._queries.observe(self.at, index, inputs, stored)
 
     # After a layer, and after the last.
 

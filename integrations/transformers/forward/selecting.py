@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
-from kvpolicy.decision import Decision
 from kvpolicy.declarations import declares
 from kvpolicy.deferred_selection import DeferredLayer
 from kvpolicy.errors import UnsupportedModelError
@@ -127,10 +126,14 @@ class Select(AtEnd):
         held = *stored, positions
         if at.policy.rereading is not None and at.call.model.windows[index] is not None:
             window = at.call.model.windows[index]  # a second reading is beyond what it sees
-        if window is None:
-            self._choose(at, layer, held, context)
-        else:
-            self._keep_window(at, layer, held, context, window)
+        try:
+            if window is None:
+                self._choose(at, layer, held, context)
+            else:
+                self._keep_window(at, layer, held, context, window)
+        except Exception:
+            self.checks.look()  # an error before this one may be its cause
+            raise
 
     def _keeps_all(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
@@ -157,43 +160,43 @@ class Select(AtEnd):
             seen_len=at.seen_len,
             held_len=context._held_len,
         )
-        asked = near.leaves_short_rows and at.policy.rereading is None
-        decision = self._decision(at, context) if asked else None
-        if decision is not None and decision.undecided is not None:
-            self._wait(held, context, decision, near)
-            return
-        if decision is None:
+        if not near.leaves_short_rows or at.policy.rereading is not None:
             whole = None if near.counts is None else near.counts == context._held_len
             layer.store(*held, near.kept(None), counts=near.counts, whole=whole)
             return
+        summed = context.layer_idx in self.carried
+        saliency = self.saliency(at, context) if summed else None
+        decision = at.policy.decide(context, checks=self.checks, saliency=saliency)
         self.checks.look()
-        layer.store(*held, near.kept(decision.kept), decision.state)
-
-    def _wait(
-        self,
-        held: _Held,
-        context: LayerContext,
-        decision: Decision,
-        near: WindowSurvivors | None = None,
-    ) -> None:
-        """Let a layer choose only after all layers have been scored."""
-        undecided = decision.undecided
-        assert undecided is not None
-        undecided = undecided if near is None else undecided.among(near.short)
-        self.waiting[context.layer_idx] = DeferredKV(*held, undecided, decision.state, near)
+        if decision.undecided is not None:
+            undecided = decision.undecided.among(near.short)
+            self.waiting[context.layer_idx] = DeferredKV(*held, undecided, decision.state, near)
+        else:
+            layer.store(*held, near.kept(decision.kept), decision.state)
 
     def _choose(
         self, at: PassState, layer: PolicyLayer, held: _Held, context: LayerContext
     ) -> None:
-        """Keep what the policy selects from all keys of a layer."""
-        remembered = context.layer_idx in self.history.layers
-        decision = self._decision(at, context, remembered=remembered)
+        """Keep what the policy selects from all keys of a layer.
+
+        If all tokens are passed on, the parts' answers are checked after all layers have run, since
+        checking waits for the device.
+        """
+        index = context.layer_idx
+        remembered = index in self.history.layers
+        saliency = self.saliency(at, context) if index in self.carried else None
+        decision = at.policy.decide(
+            context, remembered=remembered, checks=self.checks, saliency=saliency
+        )
+        if decision.passed_on is not None:  # before other layers run on a wrong choice
+            self.checks.look()
         if remembered:
             assert decision.saliency is not None
             self.history = self.history.noted(decision.saliency, context)
         self.passed = passed_slots(decision.passed_on, context, at)
         if decision.undecided is not None:
-            self._wait(held, context, decision)
+            waiting = DeferredKV(*held, decision.undecided, decision.state)
+            self.waiting[index] = waiting
             return
         # A layer that uses the slots of another layer's indexer must hold the same tokens in them.
         borrows = layer.indexed is not None and layer.indexed.borrows
@@ -208,30 +211,10 @@ class Select(AtEnd):
             self._kept = kept, decision.counts
         kept, counts = self._kept
         if at.policy.gapless:
-            self._store_closed_up(at, layer, held, context.layer_idx, kept, counts)
+            self._store_closed_up(at, layer, held, index, kept, counts)
         else:
             whole = None if counts is None else counts == context._held_len
             layer.store(*held, kept, decision.state, counts=counts, whole=whole)
-
-    def _decision(
-        self, at: PassState, context: LayerContext, *, remembered: bool = False
-    ) -> Decision:
-        """Return the policy's decision on what a layer keeps and passes on.
-
-        If all tokens are passed on, the parts' answers are checked after all layers have run, since
-        checking waits for the device.
-        """
-        try:
-            saliency = self.saliency(at, context) if self._chunks is not None else None
-            decision = at.policy.decide(
-                context, remembered=remembered, checks=self.checks, saliency=saliency
-            )
-        except Exception:
-            self.checks.look()  # an error before this one may be its cause
-            raise
-        if decision.passed_on is not None:  # before other layers run on a wrong choice
-            self.checks.look()
-        return decision
 
     @staticmethod
     def _store_closed_up(
@@ -328,7 +311,7 @@ class ChooseTokens(AtEnd):
         if index != self._layer and index not in self.history.layers:
             return
         context = self.context(at, index, inputs, stored)
-        saliency = self.saliency(at, context)
+        saliency = self.saliency(at, context) if index in self.carried else None
         if index == self._layer:
             passed = at.policy.decide_restart(context, saliency)
             self.passed = None if passed is None else passed.to(at.reach.valid.device)

@@ -208,10 +208,7 @@ def of_picked(mask: Tensor, slots: Tensor) -> Tensor:
         slots: ``[batch, query_len, count]`` int, the slots of the picked keys.
     """
     picked = torch.zeros(*slots.shape[:2], mask.shape[3], dtype=torch.bool, device=mask.device)
-    picked = picked.scatter_(2, slots.to(torch.int64), True)[:, None]
-    if mask.dtype == torch.bool:
-        return mask & picked
-    return mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
+    return _among(mask, picked.scatter_(2, slots.to(torch.int64), True)[:, None])
 
 
 def of_picked_blocks(mask: Tensor, blocks: Tensor, size: int, query_heads: int) -> Tensor:
@@ -229,30 +226,20 @@ def of_picked_blocks(mask: Tensor, blocks: Tensor, size: int, query_heads: int) 
     picked = torch.zeros(*blocks.shape[:3], count + 1, dtype=torch.bool, device=mask.device)
     picked = picked.scatter_(3, torch.where(blocks < 0, count, blocks), True)[..., :count]
     picked = picked.repeat_interleave(size, dim=3)[..., :key_len]
-    picked = picked.repeat_interleave(query_heads // blocks.shape[1], dim=1)
+    return _among(mask, picked.repeat_interleave(query_heads // blocks.shape[1], dim=1))
+
+
+def _among(mask: Tensor, picked: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask & picked
     return mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
 
 
 def causal_mask(
-    key_len: int,
-    query_len: int,
-    *,
-    implementation: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    spare: bool = True,
+    key_len: int, query_len: int, implementation: str, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Make a causal mask for the last ``query_len`` of ``key_len`` tokens, without padding.
-
-    Returns:
-        The mask as from `Visibility.mask`, for a batch of 1; None if the implementation gives the
-        right result without one, unless ``spare`` is False.
-    """
-    if implementation in FLASH or (spare and query_len == 1):
-        return None
-    if spare and key_len == query_len and implementation == "sdpa":
+    """Make the mask of the last ``query_len`` of ``key_len`` tokens of one row, without padding."""
+    if implementation in FLASH:
         return None
     slots = torch.arange(key_len, device=device)
     seen = Visibility(slots[None, None], slots[None, key_len - query_len :], query_heads=1)

@@ -161,38 +161,24 @@ def routed_attention(
     """Attend as the module would, and show the queries to the cache that gave the keys."""
     inside = _inside.set(True)
     try:
-        return _attention(module, query, key, value, attention_mask, **kwargs)
+        attend = _replacing.get().get(id(module)) or own_function(module)
+        if "indices" in kwargs or "block_indices" in kwargs:
+            attention_mask = _as_picked(module, query, key, attention_mask, kwargs)
+        pending = waiting.get()
+        if pending is None or not _made_of(key, module, *pending[2:]):
+            return attend(module, query, key, value, attention_mask, **kwargs)
+        waiting.set(None)
+        forward, index = pending[:2]
+        scaling = kwargs.get("scaling")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = AttentionSettings(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+        inputs = AttentionInputs(query, key, value, scores)
+        output: tuple[Tensor, Tensor | None] = forward.attend(
+            index, attend, module, inputs, attention_mask, **kwargs
+        )
+        return output
     finally:
         _inside.reset(inside)
-
-
-def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    attend = _replacing.get().get(id(module)) or own_function(module)
-    picked = "indices" in kwargs or "block_indices" in kwargs
-    if (
-        picked and getattr(module.config, ATTN_IMPLEMENTATION) in DENSE
-    ):  # kernels apply the choice themselves
-        attention_mask = _as_picked(module, query, key, attention_mask, kwargs)
-    pending = waiting.get()
-    if pending is None or not _made_of(key, module, *pending[2:]):
-        return attend(module, query, key, value, attention_mask, **kwargs)
-    waiting.set(None)
-    forward, index = pending[:2]
-    scaling = kwargs.get("scaling")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = AttentionSettings(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
-    inputs = AttentionInputs(query, key, value, scores)
-    output: tuple[Tensor, Tensor | None] = forward.attend(
-        index, attend, module, inputs, attention_mask, **kwargs
-    )
-    return output
 
 
 def _made_of(key: Tensor, module: nn.Module, own: nn.Module, given: Tensor) -> bool:
@@ -209,13 +195,14 @@ def _as_picked(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[
 
     A module that does not know its function's name leaves this to the function.
     """
+    implementation = getattr(module.config, ATTN_IMPLEMENTATION)
+    if implementation not in DENSE:  # kernels apply the choice themselves
+        return mask
     slots, blocks = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
     if slots is None and blocks is None:
         return mask
     if mask is None:
-        how = {"implementation": getattr(module.config, ATTN_IMPLEMENTATION), "spare": False}
-        lengths = key.shape[2], query.shape[2]
-        mask = causal_mask(*lengths, dtype=query.dtype, device=query.device, **how)
+        mask = causal_mask(key.shape[2], query.shape[2], implementation, query.dtype, query.device)
     if slots is not None:
         mask = of_picked(mask, slots)
     if blocks is not None:
