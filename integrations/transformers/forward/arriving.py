@@ -62,10 +62,7 @@ class OuterCall:
         return kinds if kinds is not None and kinds.shape == columns.shape else None
 
     def masks_made_outside(self, arguments: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-        """Return whether an outer model makes the masks, and the arguments with the caller's mask.
-
-        If so, the arguments get the outer model's own mask.
-        """
+        """Return if an outer model makes the masks, and the arguments, then with its own mask."""
         made, outer, noted = arguments.get("attention_mask"), self._mask, self._noted
         self._mask, self._noted = None, False
         if not isinstance(outer, Tensor) or outer.ndim != 2:
@@ -108,19 +105,13 @@ class Arriving:
     def read(self, arguments: dict[str, Any]) -> tuple[Call, Incoming, AddedFeatures | None]:
         """Read and check the arguments with which the decoder is called.
 
-        If a model around the decoder makes the masks, the decoder gets these masks. Padding is then
-        read from the mask that the outer model was called with.
-
-        Returns:
-            What the forward asks for; its tokens; and features to add to hidden states between
-            layers, in place of the decoder.
+        Returns what the forward asks for, its tokens, and features to add to hidden states between
+        layers in place of the decoder. If a model around the decoder makes the masks, the decoder
+        gets these, and padding is read from the mask that the outer model was called with.
 
         Raises:
-            TypeError: See `read_inputs`.
-            ValueError: See `read_inputs`.
             UnsupportedModelError: The policy cannot act on this forward of the model, for example
                 because the context exceeds a sliding window.
-            UnsupportedGenerationError: See `check_tokens`.
         """
         model, parts, outer, starts = self.model, self.model.parts, self.outer, self.starts
         if parts.own_caches_only:
@@ -206,12 +197,7 @@ class Arriving:
 
 
 def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
-    """Check that recurrent layers can continue from their states with a forward's tokens.
-
-    Raises:
-        UnsupportedModelError: A row has padding behind its tokens, tokens read before have become
-            padding, or several tokens come where the model can only take one.
-    """
+    """Check that recurrent layers can continue from their states with a forward's tokens."""
     if incoming.moved is not None:
         raise UnsupportedModelError(
             "attention_mask must not turn tokens already read into padding if layers are "

@@ -130,10 +130,7 @@ class LayerAttention:
     def _distances(
         self, index: int, kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], Tensor | None]:
-        """Return a layer's arguments without distances of queries and keys, and these distances.
-
-        The distances are None if the layer takes none.
-        """
+        """Return a layer's arguments without distances of queries and keys, and these."""
         given = kwargs.get(DISTANCES)
         if given is None:
             return kwargs, None
@@ -276,12 +273,8 @@ class LayerAttention:
 def check_states_skip_nothing(valid: Tensor, started: Tensor) -> None:
     """Check that no recurrent layer would read padding after a row's tokens.
 
-    A row that passes on fewer tokens than another, or restarts with fewer, is padded before these
-    tokens.
-
-    Args:
-        valid: bool ``[batch, reaching_len]``, the tokens that reach the layer, False on padding.
-        started: bool ``[batch]``, rows in which tokens were read before this forward.
+    A row that passes on fewer tokens than another, or restarts with fewer, is padded before them.
+    Only rows in which tokens were read before, the ``started`` ones, then skip padding.
     """
     between = started.to(valid.device) & ~valid.all(dim=1)
     if bool(between.any()):

@@ -33,16 +33,9 @@ class AttendedKeys:
     ) -> tuple[Tensor | None, ...]:
         """Reorder the returned attention weights by input columns, for layers that hold all tokens.
 
-        Args:
-            attentions: ``[batch, query_heads, new_len, key_len]`` for every layer, or for those
-                that attend.
-            tokens: The tokens seen, those of the forward included.
-            order: ``[batch, new_len]``, the input column of each query; None if queries are in the
-                order of the input.
-
-        Returns:
-            By layer, ``[batch, query_heads, new_len, seen]``, 0 on padding; unchanged for a layer
-            that has evicted tokens or never got some.
+        ``attentions`` are those of every layer, or of those that attend. ``order`` ``[batch,
+        new_len]`` is the input column of each query; None for the order of the input. Weights are 0
+        on padding. They are unchanged for a layer that has evicted tokens or never got some.
         """
         alone = len(attentions) == len(self.layers)
         return tuple(

@@ -60,13 +60,10 @@ class Chunks:
     def with_chunk(
         self, valid: Tensor, queries: Mapping[int, Tensor], carried: Mapping[int, Tensor]
     ) -> Chunks:
-        """Return a copy of the record with one more chunk of the prompt.
+        """Return a copy of the record with one more chunk, whose columns are ``valid``.
 
-        Args:
-            valid: ``[batch, new_len]`` bool, the chunk's columns.
-            queries: By layer, the chunk's queries from `first_needed` on. Layers may be added
-                later.
-            carried: By layer, the scorer's state, this chunk included. Layers may be added later.
+        ``queries`` are its queries from `first_needed` on, and ``carried`` the scorer's state, by
+        layer. Layers may be added to both later.
         """
         own = valid[:, self.first_needed(valid) :]
         columns = own if self.valid is None else torch.cat([self.valid, own], dim=1)
@@ -94,25 +91,16 @@ class Chunks:
         return torch.cat([*held, queries], dim=2) if held else queries
 
     def first_needed(self, valid: Tensor) -> int:
-        """Return the column where the trailing queries that the policy looks at begin.
-
-        It is 0 if there are fewer.
-        """
+        """Return the column where the trailing queries begin that the policy looks at."""
         if self.num_queries is None:
             return 0
         enough = valid.flip(1).cumsum(dim=1).flip(1) >= self.num_queries
         return max(int(enough.all(dim=0).sum()) - 1, 0)
 
     def shown(self, index: int, queries: Tensor, new_valid: Tensor) -> Tensor:
-        """Return the trailing queries that the policy looks at, joined over all chunks of a layer.
+        """Return a layer's trailing queries that the policy looks at, joined over all chunks.
 
-        Args:
-            index: Index of the layer.
-            queries: Queries of the last chunk, ``[batch, query_heads, new_len, head_dim]``.
-            new_valid: ``[batch, new_len]`` bool, the last chunk's tokens.
-
-        Returns:
-            ``[batch, query_heads, query_len, head_dim]``, as many as the policy looks at.
+        ``new_valid`` ``[batch, new_len]`` are the last chunk's tokens.
         """
         valid = new_valid if self.valid is None else torch.cat([self.valid, new_valid], dim=1)
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)
@@ -124,13 +112,7 @@ class Chunks:
         return joined.gather(2, places)
 
     def prompt_valid(self, new_valid: Tensor) -> Tensor:
-        """Return which columns of the whole prompt are tokens, as bool ``[batch, prompt_len]``.
-
-        Padding comes before tokens.
-
-        Args:
-            new_valid: ``[batch, new_len]`` bool, the last chunk's tokens.
-        """
+        """Return which columns of the whole prompt are tokens, moved behind each row's padding."""
         length = self.columns + new_valid.shape[1]
         lens = new_valid.sum(dim=1)
         first = length - (lens if self.row_lens is None else self.row_lens + lens)
@@ -261,10 +243,7 @@ class AtEnd(InPrompt):
 
 
 def sums_over_all(policy: CachePolicy) -> bool:
-    """True if a policy's scorer only sums over all queries, so that it can score by chunk.
-
-    Other scorers may give different results chunk by chunk.
-    """
+    """True if a scorer only sums over all queries; others may score chunk by chunk differently."""
     if policy.scorer is None or policy.history_layers:
         return False  # later layers see the saliency of every query head
     if policy.decoding is not None and policy.decoding.state_size:

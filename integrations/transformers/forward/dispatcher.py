@@ -147,10 +147,7 @@ class ForwardDispatcher:
 
     @property
     def makes_masks(self) -> bool:
-        """True if the current forward replaces the model's mask by one for each layer.
-
-        The model's mask is then used only for how the new tokens see each other.
-        """
+        """True if each layer gets a mask made here in the current forward."""
         run = self.at_work
         return run is not None and run.made.in_prompt and not run.at.first
 
@@ -186,13 +183,7 @@ class ForwardDispatcher:
     # Turns.
 
     def start_turn(self, prompt_len: int | None = None) -> None:
-        """Begin a turn in a hand-written loop, so that the policy acts on the next forward.
-
-        Args:
-            prompt_len: Columns of the turn's prompt, if it is read in several forwards (chunked
-                prefill): the policy then acts once, at the end of the prompt. None: the prompt is
-                read in one forward.
-        """
+        """Begin a turn in a hand-written loop; see `PolicyCache.start_turn`."""
         if prompt_len is not None:
             check_count("prompt_len", prompt_len, minimum=1)
         self._begin_turn(None if prompt_len is None else self.seen + prompt_len)
@@ -213,11 +204,9 @@ class ForwardDispatcher:
     ) -> Iterator[None]:
         """Start a turn for the length of a `with` block; undo it if its prompt was not read whole.
 
-        Args:
-            prompt_end: Number of columns of the whole context at the end of the prompt, if the
-                prompt may be read in several forwards or with draft tokens behind it.
-            may_be_static: Whether the answer may be decoded into buffers of a fixed size.
-            unhooked: The largest number of answer tokens if they may be decoded without hooks.
+        ``prompt_end`` is the number of columns of the whole context at the end of the prompt, if
+        this may be read in several forwards or with draft tokens behind it. ``unhooked`` is the
+        largest number of answer tokens if they may be decoded without hooks.
         """
         before, outer = self.recorded(), (self._in_generate, self.answer.may_be_static)
         self._begin_turn(prompt_end)

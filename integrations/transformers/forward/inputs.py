@@ -63,17 +63,8 @@ def read_inputs(
 ) -> Incoming:
     """Read and check the inputs, mask and positions of a decoder's forward.
 
-    Args:
-        arguments: By name, as the decoder takes them.
-        seen: The tokens the cache has seen; None if none.
-        acts: Whether the policy acts on this forward.
-        starts: Whether the forward starts a turn; ``acts`` if None.
-        ends: Whether the forward ends its prompt; before the end a row may have only padding.
-
-    Raises:
-        TypeError: See `inputs_of`; or position ids are not a tensor.
-        ValueError: There are no tokens, the batch size or the attention mask does not fit what
-            was seen, position ids do not fit the tokens, or a row is padded on the right.
+    The policy acts on it if ``acts``. A turn begins if ``starts``, by default if the policy acts.
+    Unless it ``ends`` its prompt, a row may have only padding.
     """
     inputs = inputs_of(arguments)
     batch, new_len = inputs.shape[:2]
@@ -197,15 +188,10 @@ def _check_shape(mask: Any, batch: int, seen: int, new_len: int) -> None:
 
 
 def read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenTokens, Tensor | None]:
-    """Compare a mask with the tokens read before, and find tokens that became padding.
+    """Compare the mask ``past`` ``[batch, seen]`` of tokens read before with what they were then.
 
-    Args:
-        past: ``[batch, seen]`` bool, False on padding.
-        seen: The tokens seen before.
-        starts: Whether a turn starts, so that the last tokens may become padding.
-
-    Returns:
-        See `SeenTokens.with_padding`; the second entry is None if nothing moved.
+    Only where a turn ``starts`` may the last tokens become padding. Returns what
+    `SeenTokens.with_padding` does; the second entry is None if nothing moved.
     """
     if torch.equal(past, seen.valid):
         return seen, None
@@ -237,10 +223,7 @@ def read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenToke
 def _with_positions(
     arguments: dict[str, Any], tokens: SeenTokens, columns: Tensor, *, padded: bool = False
 ) -> dict[str, Any]:
-    """Add position ids to the arguments, counting each row's tokens without its padding.
-
-    Nothing is added if the caller gives some, or if they would equal the columns.
-    """
+    """Add position ids that count each row's tokens, if none are given and columns would differ."""
     if arguments.get("position_ids") is not None or not (
         tokens.padded or tokens.skipped is not None or padded
     ):
@@ -273,12 +256,8 @@ def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str,
 def take_columns(value: Tensor, columns: Tensor, row_axis: int = 0, token_axis: int = 1) -> Tensor:
     """Take the given columns of each row from a tensor with an entry for each token.
 
-    Args:
-        value: A tensor whose ``row_axis`` has size ``batch`` or 1, and whose ``token_axis`` has the
-            tokens.
-        columns: ``[batch, count]`` int64; -1 counts as 0.
-        row_axis: The axis of rows, before the axis of tokens.
-        token_axis: The axis of tokens.
+    Its ``row_axis`` comes before its ``token_axis``, and has size ``batch`` or 1. ``columns`` are
+    ``[batch, count]``; -1 counts as 0.
     """
     index = columns.clamp(min=0).to(value.device)
     shape = [1] * value.ndim

@@ -216,7 +216,7 @@ class LaterLayers:
 
 
 def pieces_of(staged: StagedPrompt, reach: SurvivingTokens) -> list[slice]:
-    """Return the columns of surviving tokens that each run through a range of layers reads.
+    """Return the columns of the pieces in which surviving tokens are read by a range of layers.
 
     No piece is longer than the longest chunk, and the last piece has the tokens of the last chunk.
     """
@@ -285,15 +285,9 @@ def passed_on(reach: SurvivingTokens, run: PassRun) -> SurvivingTokens:
 
 
 def taken_from(parts: Sequence[Tensor], columns: Tensor) -> Tensor:
-    """Take the given columns from the concatenation of several tensors.
+    """Take the columns ``[batch, count]`` from the concatenation of several tensors.
 
-    Args:
-        parts: ``[batch, len, ...]`` each; only their lengths may differ.
-        columns: ``[batch, count]`` int64, columns in the concatenation of all parts; -1 gives
-            zeros.
-
-    Returns:
-        ``[batch, count, ...]``.
+    The tensors are ``[batch, len, ...]``; -1 gives zeros.
     """
     columns = columns.to(parts[0].device)
     found = parts[0].new_zeros(*columns.shape, *parts[0].shape[2:])

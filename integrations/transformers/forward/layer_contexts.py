@@ -48,12 +48,7 @@ class History:
         return History(layers, longest)
 
     def noted(self, saliency: Tensor, context: LayerContext) -> History:
-        """Return a copy with the saliency of one more layer, without those no longer needed.
-
-        Args:
-            saliency: ``[batch, heads, key_len]``.
-            context: The context of that layer.
-        """
+        """Return a copy with the saliency of one more layer, without those no longer needed."""
         new = saliency[..., context.key_len - context.new_len :]
         new = new.float().masked_fill(~context.new_valid[:, None], 0.0)
         return attrs.evolve(self, held=(*self.held, new)[-self.longest :])
@@ -93,23 +88,9 @@ def layer_context(
 ) -> LayerContext:
     """Build the `LayerContext` in which a policy sees one layer.
 
-    Args:
-        index: Index of the layer.
-        num_layers: Number of layers of the model.
-        layer: The layer in the cache.
-        inputs: The queries, keys and values of its attention, and how scores are made of them.
-        positions: See `LayerContext`.
-        new_valid: See `LayerContext`, on any device.
-        seen_len: See `LayerContext`.
-        queries: The queries to show; None for those of ``inputs``.
-        stored: The keys and values that the layer holds, from which attention may have computed
-            those in ``inputs``; None if parts are shown what the layer holds.
-        tokens: The tokens seen, for their kinds; None if all tokens are text.
-        held_len: See `LayerContext`.
-        decoding: See `LayerContext`.
-        rotary: See `LayerInputs`, as for what follows.
-        output_weight: See `LayerInputs`.
-        history: See `LayerInputs`.
+    ``inputs`` are what its attention gets, and ``queries`` those to show if not all. ``stored`` is
+    what the layer holds, from which attention may compute keys of more heads; None if parts are
+    shown what it holds. ``tokens`` are asked for the kinds of tokens.
     """
     keys = inputs.keys
     # Compared by number of heads, since keys may be changed and still be one for each head.

@@ -109,10 +109,7 @@ class LayerMasks:
         self._combined = combined
 
     def enter_packed(self, index: int) -> bool:
-        """True if a layer's one new token can attend to keys held unpadded, without a mask.
-
-        This is so for one new token that sees all slots.
-        """
+        """True if a layer's only new token sees all slots, and can attend to them unpadded."""
         layer = self._layers[index]
         packed = (
             layer.plain
@@ -152,10 +149,7 @@ class LayerMasks:
         return new if held is None else torch.cat([held.expand(-1, kv_heads, -1), new], dim=2)
 
     def valid_slots(self, layer: PolicyLayer) -> Tensor | None:
-        """Return which key slots of a layer hold tokens; None if no slot is padding.
-
-        It is ``[batch, 1 or kv_heads, key_len]`` bool.
-        """
+        """Return which slots ``[batch, 1 or kv_heads, key_len]`` hold tokens; None if all do."""
         if self._combined is None:
             return None
         differ = layer.contents.ragged or self._moved is not None
@@ -187,8 +181,7 @@ class LayerMasks:
     def _check_own_window(self, index: int) -> None:
         """Check that a layer whose window counts columns gets no padding between tokens.
 
-        Without padding, columns are at most as far apart as positions, so that the layer's window
-        hides nothing that the mask shows.
+        Without it, columns are at most as far apart as positions, so that the mask hides as much.
         """
         held = self._layers[index].kept_len and not self._padding_first
         if held and self.windows[index] is not None and not bool(self._reach.valid.all()):
@@ -233,15 +226,7 @@ class LayerMasks:
         own: Spans | None,
         count: int | None = None,
     ) -> Visibility:
-        """Return what tokens that reach the layer see of ``keys``; see `Visibility`.
-
-        Args:
-            keys: ``[batch, 1 or kv_heads, key_len]`` int64, the positions of the keys.
-            heads: Number of query heads.
-            window: The layer's sliding window.
-            own: See `own`.
-            count: How many tokens, which are the last ones; None for all.
-        """
+        """Return what the last ``count`` tokens that reach the layer see of ``keys``."""
         first = 0 if count is None else self._reach.valid.shape[1] - count
         places = self._reach.positions[:, first:].to(keys.device)
         if own is not None:
@@ -253,11 +238,7 @@ class LayerMasks:
     def mask(
         self, index: int, hidden: Tensor, own: Spans | None = None, *, blocks: bool = False
     ) -> Mask:
-        """Make the attention mask that fits the keys that a layer holds; None if it needs none.
-
-        Returns:
-            See `Visibility.mask`; None if no mask is needed.
-        """
+        """Make the mask that fits the keys of a layer, or set ``blocks``; None without a mask."""
         layer, window = self._layers[index], self.windows[index]
         if self._implementation in FLASH:
             window = None  # its kernel applies the window

@@ -23,16 +23,9 @@ def in_input_order(
 ) -> Any:
     """Return a decoder's output with its tokens back in the order of the input.
 
-    Hidden states after tokens were dropped are left unchanged, in the order of the tokens that were
-    passed on. Attention weights are by input column, where nothing was evicted.
-
-    Args:
-        output: The decoder's output.
-        tokens: The tokens seen, those of the forward included.
-        columns: ``[batch, new_len]`` int64, the order in which the input's columns were read; None
-            if it is the order of the input.
-        propagated: For each layer that dropped tokens, the tokens it passed on.
-        attended: The keys each layer attended to; None if attention weights are not asked for.
+    The input's columns were read in the order ``columns``; None if they were not moved. Hidden
+    states after tokens were dropped are left unchanged, in the order of the tokens that were passed
+    on. Attention weights are by input column, where nothing was evicted.
     """
     if attended is not None and isinstance(output, tuple):
         # Hidden states have three axes, attention weights four.
@@ -84,11 +77,7 @@ class Filling:
     def filled(self, index: int, hidden: Tensor, slots: Tensor | None, axis: int) -> Tensor:
         """Return a layer's output with zeros at the places of the tokens that it does not have.
 
-        Args:
-            index: Index of the layer.
-            hidden: Its output.
-            slots: ``[batch, passed_len]`` int64, the places of its tokens; None if it has all.
-            axis: The axis of tokens, which follows that of rows.
+        ``slots`` ``[batch, passed_len]`` are the places of those that it has; None if it has all.
         """
         if slots is None:
             return hidden
@@ -135,13 +124,7 @@ def _changed(
 
 
 def joined_outputs(first: Any, second: Any) -> Any:
-    """Concatenate a decoder's outputs for earlier and later tokens, as of one forward.
-
-    Args:
-        first: The decoder's output for the earlier tokens, a `ModelOutput`.
-        second: The output for the later tokens, a `ModelOutput` or a tuple whose first entry is the
-            last hidden state.
-    """
+    """Concatenate a decoder's outputs for earlier and later tokens, as of one forward."""
     if isinstance(second, tuple):
         return (torch.cat([first[0], second[0]], dim=1), *second[1:])
     second.last_hidden_state = torch.cat([first.last_hidden_state, second.last_hidden_state], dim=1)

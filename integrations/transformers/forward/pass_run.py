@@ -144,10 +144,7 @@ class PassRun:
         return self.call.model.form.of(hidden)
 
     def layer(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Run a layer for all that reaches it; return what the next layer gets.
-
-        While chunks of a prompt arrive, layers behind the first drop return at once.
-        """
+        """Run a layer for all that reaches it; behind the first drop, only at the prompt's end."""
         if self.part is not None:
             return self.part._collected(around, hidden, kwargs)
         if self.made.around is not None:
@@ -168,11 +165,6 @@ class PassRun:
 
     def run_layer(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
         """Run a layer for the tokens of this run that reach it; return what the next layer gets.
-
-        Args:
-            around: The layer.
-            hidden: ``[batch, new_len, hidden]``, its input.
-            kwargs: Its other arguments, by name.
 
         Raises:
             UnsupportedModelError: Tokens see later ones, or padding changes how the model reads a
@@ -258,9 +250,7 @@ class PassRun:
         """Run a layer just until its queries and keys are known and the policy has seen them.
 
         In a stage, the first layer that ever runs is run whole, to learn what layers return.
-
-        Returns:
-            ``[batch, 1 or kv_heads, key_len]`` bool, which of its keys are tokens; None if all are.
+        Returns which of the layer's keys are tokens; None if all are.
         """
         layer = self.layers[around.index]
         self.attention.inside = around.index
@@ -313,12 +303,8 @@ class PassRun:
     ) -> tuple[Tensor, Tensor]:
         """Add a layer's new keys and values; return all keys and values its attention must see.
 
-        Args:
-            index: Index of the layer.
-            keys: ``[batch, kv_heads, new_len, head_dim]``.
-            values: ``[batch, kv_heads, new_len, head_dim]``.
-            module: The layer's attention module, whose attention function will be called with
-                these; None if that cannot be seen.
+        ``module`` is the attention module whose function will get them; None if that cannot be
+        seen.
         """
         layer = self.layers[index]
         if layer.crossing is not None:
@@ -443,10 +429,7 @@ class PassRun:
             )
 
     def _take_passed(self) -> Tensor | None:
-        """Return the indices of the tokens that the layer passes on, only once; None for all.
-
-        The tokens that a stage passes on are left for the next stage.
-        """
+        """Return the tokens that the layer passes on, once; None for all, or in a stage."""
         if self.stage is not None:
             return None
         passed, self._queries.passed = self._queries.passed, None
@@ -480,10 +463,7 @@ class PassRun:
         return tokens
 
     def in_order(self, output: Any) -> Any:
-        """Return the decoder's output with tokens in the order of the input.
-
-        The hidden states are those of the tokens that reached the end.
-        """
+        """Return the decoder's output with the tokens that reached the end in the input's order."""
         if self._filling is not None:
             output = self._filling.cut(output)
         if self.stage is not None and not self.stage.is_output and self.later is None:

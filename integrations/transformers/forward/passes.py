@@ -143,7 +143,7 @@ class AtQueries:
         return False
 
     def left_alone(self, at: PassState) -> frozenset[int]:
-        """Return the layers before and after which nothing is done in an unpadded first prompt.
+        """Return the layers at which an unpadded first prompt needs nothing but `observe`.
 
         All tokens reach them, and they pass on all. The first and the last layer are never among
         them.
@@ -153,13 +153,9 @@ class AtQueries:
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:
-        """Use the queries and keys of one layer, for example to choose the tokens to keep.
+        """Use what the attention of one layer gets, for example to choose the tokens to keep.
 
-        Args:
-            at: The pass under way.
-            index: Index of the layer.
-            inputs: What its attention function was given.
-            stored: The keys and values that the cache handed out to the layer.
+        ``stored`` are the keys and values that the cache handed out to the layer.
         """
 
     def drop(self, slots: Tensor) -> None:

@@ -88,12 +88,7 @@ class ScoreChunk(AtQueries):
     def _shown(
         self, policy: CachePolicy, held_len: int, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the indices of the keys to show the scorer, and which of them are the chunk's.
-
-        Returns:
-            int64 ``[batch, kv_heads, count]``, padded with -1 on the left; and bool of the same
-            shape, True for keys of the chunk.
-        """
+        """Return the slots of the keys to show the scorer, and which of them are the chunk's."""
         assert policy.rereading is not None
         held, new = positions.tensor_split([held_len], dim=2)
         start, stop = self._span

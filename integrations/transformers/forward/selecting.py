@@ -261,10 +261,7 @@ class Select(AtEnd):
         return attrs.evolve(context, decoding=before)
 
     def _check_numbers(self, at: PassState) -> None:
-        """Check that a tested scorer got numbers, since its saliency itself is not checked.
-
-        A query or key that is not a number makes what layers make of the last token none.
-        """
+        """Check that a tested scorer got numbers: a key that is none makes the last output none."""
         scorer, hidden = at.policy.scorer, at.last_hidden
         if hidden is None or scorer is None or not at.policy._is_tested(scorer):
             return

@@ -116,10 +116,7 @@ class Verdict:
 def verdict_of(
     model: nn.Module, parts: ModelParts, make_cache: MakeCache, *, fresh: bool = False
 ) -> Verdict:
-    """Run the self-check on a model, or return an earlier result for an equal model.
-
-    Families that the library's tests cover are not checked.
-    """
+    """Run the self-check on a model of no tested family; equal models share the result."""
     quirks = _checking.get()
     if quirks is not None:
         return Verdict(False, quirks=quirks)
@@ -273,11 +270,7 @@ class _SelfCheck:
         return True
 
     def _compared(self, model: nn.Module, cache: Any, quirks: ModelQuirks) -> Finding:
-        """Compare a policy's logits with dense attention's, in a padded batch and in a single row.
-
-        Returns:
-            The first row that is wrong, or else the one with the largest error.
-        """
+        """Compare a policy's logits with dense attention's; return the first wrong or worst row."""
         findings = []
         for rows in ([self.rows] if quirks.pads else []) + [self.rows[:1]]:
             cache.reset()
@@ -299,10 +292,7 @@ class _SelfCheck:
         ids: Tensor,
         quirks: ModelQuirks,
     ) -> Finding:
-        """Compare ``found`` ``[count, vocab]``, a row's last logits, with masked dense attention.
-
-        ``ids`` ``[len]`` are the row's tokens, which the cache has read.
-        """
+        """Compare a row's last logits ``[count, vocab]`` with masked dense attention."""
         end, prompt = len(ids), len(ids) - len(found) + 1
         how, windows = {"placed": quirks.placed}, self.parts.windows
         left = Visible.after(cache, windows, row, prompt, end)
@@ -334,11 +324,7 @@ class _SelfCheck:
     def _read(
         self, model: Any, cache: Any, rows: list[Tensor], quirks: ModelQuirks
     ) -> tuple[Tensor, Tensor]:
-        """Read rows with the cache and decode; return the logits and the decoded ids.
-
-        They are ``[batch, 1 + DECODED, vocab]`` and ``[batch, 1 + DECODED]``. A decoder, which has
-        no ``generate``, gives hidden states in place of logits.
-        """
+        """Read rows with the cache and decode; return the logits (of a decoder, states) and ids."""
         longest = max(map(len, rows))
         ids, mask = (
             torch.stack([torch.cat([row.new_zeros(longest - len(row)), row]) for row in each])

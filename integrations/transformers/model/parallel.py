@@ -75,10 +75,9 @@ class HeadSharding:
         )
 
     def heads(self, query_heads: int) -> Heads:
-        """Return which of a layer's heads this process has, by how many query heads it computes.
+        """Return which heads this process has, by the number of query heads seen in a forward.
 
-        The number must be seen in a forward, since a plan may spread the weights and still bring
-        all heads to every process.
+        A plan may spread the weights and still bring all heads to every process.
         """
         if self.query_heads is None or query_heads == self.query_heads:
             return ALL_HEADS

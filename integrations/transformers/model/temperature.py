@@ -34,12 +34,9 @@ class Temperature:
         return Temperature(float(attention.attn_scale), float(attention.floor_scale))
 
     def corrected(self, queries: Tensor, counted: int, places: Tensor) -> Tensor:
-        """Return the queries, rescaled from the counted positions to the right ones.
+        """Return the queries, rescaled from the positions that the model counted to ``places``.
 
-        Args:
-            queries: ``[batch, query_heads, query_len, head_dim]``, scaled by the model.
-            counted: The position for which the model scaled the first query.
-            places: ``[batch or 1, query_len]`` int64, the right positions.
+        The first query's was ``counted``.
         """
         taken = torch.arange(counted, counted + queries.shape[2], device=queries.device)
         change = self._at(places.to(queries.device)) / self._at(taken)

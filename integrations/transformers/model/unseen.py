@@ -77,10 +77,7 @@ def takes_cache(decoder: nn.Module) -> bool:
 
 
 def column_bias(layer: nn.Module) -> str | None:
-    """Describe the argument that makes a layer's scores depend on columns; None without one.
-
-    After eviction, keys are in other columns than before, so that such scores would be wrong.
-    """
+    """Describe the argument that adds to scores by column, wrong after eviction; None if none."""
     for name in inspect.signature(type(layer).forward).parameters:
         if any(each in name for each in _BIASES):
             return (
@@ -91,12 +88,7 @@ def column_bias(layer: nn.Module) -> str | None:
 
 
 def check_policy(model: nn.Module, policy: CachePolicy) -> None:
-    """Check that a policy needs no queries, in a model whose queries cannot be observed.
-
-    Raises:
-        UnsupportedModelError: The policy looks at queries, restarts the prefill or reads the prompt
-            twice; or the model is tensor-parallel.
-    """
+    """Check that a policy needs no queries, in a model whose queries cannot be observed."""
     name = type(model).__name__
     if policy.num_queries != 0 or policy.propagation.restarts or policy.rereading is not None:
         looks = policy.num_queries != 0 or policy.rereading is not None

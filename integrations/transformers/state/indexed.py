@@ -69,10 +69,7 @@ class IndexedLayer(PolicyLayer):
         return self._shown is None and self.index is None
 
     def update_index(self, keys: Tensor) -> Tensor:
-        """Add new index keys ``[batch, 1, new_len, index_dim]``; return all index keys.
-
-        See `PolicyCache.update_indexer`.
-        """
+        """Add index keys ``[batch, 1, new_len, index_dim]``; return all of them."""
         if self.taking is None:
             raise NotAttachedError(
                 "cache must be attached to the model for its policy to act: use "
@@ -83,10 +80,7 @@ class IndexedLayer(PolicyLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """The keys in the cache; during a forward, the keys from which the indexer picks.
-
-        See `PolicyLayer.keys`.
-        """
+        """The keys in the cache; during a forward, the keys from which the indexer picks."""
         return super().keys if self._attended is None else self._attended
 
     def attend_to(self, keys: Tensor) -> None:
@@ -110,14 +104,8 @@ class IndexedLayer(PolicyLayer):
     def show_index(self, new: Tensor, places: Tensor | None, order: Tensor | None) -> Tensor:
         """Return all index keys, old and new, before `store` keeps only the chosen ones.
 
-        Args:
-            new: ``[batch, new_len, index_dim]``, the index keys of its tokens.
-            places: ``[axes, batch, new_len]`` int64, their position ids; None without any.
-            order: ``[batch, 1, key_len]`` int64, the slot that comes to each place; None keeps the
-                order.
-
-        Returns:
-            ``[batch, key_len, index_dim]``.
+        ``order`` ``[batch, 1, key_len]`` is the slot that comes to each place; None keeps the
+        order.
         """
         keys, beside = _slots(new, places)
         if self.index is not None:
@@ -235,10 +223,9 @@ class IndexedLayer(PolicyLayer):
 
 
 def _slots(new: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return new index keys and their position ids as tensors with one entry for each slot.
+    """Return new index keys and their position ids with one entry for each slot.
 
-    They are ``[batch, 1, new_len, index_dim]`` and ``[batch, 1, new_len, axes]``, of width 0
-    without position ids.
+    The position ids are ``[batch, 1, new_len, axes]``, of width 0 without any.
     """
     keys = new[:, None]
     if places is None:

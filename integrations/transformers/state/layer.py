@@ -115,10 +115,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def positions(self) -> Tensor | None:
-        """The original position of each slot's token, -1 on empty slots.
+        """The position of each slot's token, ``[batch, kv_heads, kept_len]``, -1 on empty slots.
 
-        ``[batch, kv_heads, kept_len]`` int64; None before the first forward. It has one head if all
-        heads keep the same tokens, as under latent attention.
+        It has one head if all heads keep the same tokens; None before the first forward.
         """
         chosen = None if self.held is None else self.contents.chosen
         if chosen is None or self.tokens is None:
@@ -158,12 +157,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keep only the chosen slots of the layer's keys and values, and forget decoded queries.
 
         Args:
-            keys: ``[batch, kv_heads, key_len, head_dim]``, as attention got them or, if attention
-                expands the tensors held, as the module gave them to the cache.
+            keys: ``[batch, kv_heads, key_len, head_dim]``, as the module gave them to the cache.
             values: See ``keys``.
             positions: ``[batch, kv_heads or 1, key_len]``; 1 if all heads keep the same tokens.
-            kept: ``[batch, kv_heads or 1, kept_len]``, the slots to keep, -1 on padding; None keeps
-                all slots.
+            kept: ``[batch, kv_heads or 1, kept_len]``, -1 on padding; None keeps all slots.
             carried: ``[batch, heads, key_len, state_size]``, the scorer's state; None without one.
             room: Slots to reserve behind the kept slots; None takes the layer's own number.
             counts: For each row, the number of tokens kept in each head; None if heads differ or
@@ -212,10 +209,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             self.observed = RecentQueries(queries, tokens.seen, carried, columns)
 
     def load(self, keys: Tensor, values: Tensor, chosen: Tensor, tokens: SeenTokens) -> None:
-        """Take over keys and values from a file, or from an object that has held them meanwhile.
-
-        ``chosen`` are the positions of the tokens that the policy kept.
-        """
+        """Take over keys and values from outside; the policy kept the first ones, at ``chosen``."""
         self._hold(keys, values, chosen, self.room)
         self.follow(tokens)
 
@@ -293,13 +287,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Append the keys and values of a forward's tokens; return all of the layer's.
 
-        Args:
-            keys: ``[batch, kv_heads, new_len, head_dim]``.
-            values: ``[batch, kv_heads, new_len, head_dim]``.
-            tokens: The tokens seen before.
-            missing: How many tokens are still to come, these included, so that memory is reserved
-                for all of them at once. A buffer that grows is held twice, since the old one is
-                kept for undoing a failed forward. 0 if the number is unknown.
+        Memory is reserved at once for the ``missing`` tokens that are still to come, these
+        included: a buffer that grows is held twice, since the old one is kept for undoing a failed
+        forward.
         """
         room = self.room + (0 if keys.requires_grad else missing)
         if self.held is None:  # the first chunk of a first prompt
@@ -315,12 +305,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def join(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's keys and values with new ones at the end, for `store` to choose from.
 
-        The layer holds some already, and holds the new tokens only after `store` has kept some of
-        all slots. If there is memory behind the slots held, the new tokens are written there.
-
-        Args:
-            keys: ``[batch, kv_heads, new_len, head_dim]``.
-            values: ``[batch, kv_heads, new_len, head_dim]``.
+        The layer holds the new tokens only after `store` has kept some of all slots. They are
+        written behind the slots held if there is memory.
         """
         held = self.held
         assert held is not None
@@ -344,11 +330,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return held
 
     def claim(self) -> tuple[Tensor, Tensor]:
-        """Return the key and value buffers, into whose free slots another object will write.
-
-        They are ``[batch, kv_heads, capacity, head_dim]``, with the layer's ``room`` behind the
-        slots held. Until `release`, only that object appends.
-        """
+        """Return the whole buffers, to which only another object appends until `release`."""
         self.held = room = self._padded_alike().with_room(self.room)
         return room.claim()
 
