@@ -32,8 +32,6 @@ class AddedFeatures:
         rows: ``[batch, new_len]`` int64, the row of a token's features; -1 on tokens without
             features.
         features: By layer, ``[count, hidden]``.
-        after: Whether the features are added after the layer; else before.
-        names: The decoder's names for the mask and the features.
     """
 
     rows: Tensor

@@ -27,8 +27,6 @@ class OuterCall:
         keep_last: Number of last tokens whose outputs are asked for; None for all.
         ids: Ids of the tokens, if the decoder gets embeddings.
         kinds: ``[batch, new_len]`` int8, the `TokenKind` of the tokens; None if unknown.
-        types: Types of the tokens, by the names of arguments.
-        has_reached: Whether the call has reached the decoder.
     """
 
     keep_last: int | None = None
@@ -84,9 +82,6 @@ class Arriving:
     """A forward whose arguments are about to be checked, with its outer call and the cache's state.
 
     Args:
-        model: What is known of the model and of the policy placed on it.
-        outer: The call of the model around the decoder.
-        now: What the cache has read.
         starts: Whether the policy acts on the forward, or at the end of the prompt that it belongs
             to.
         ends: Whether it ends its prompt.

@@ -46,11 +46,6 @@ class _SharedKeys:
 class LayerAttention:
     """Prepares the arguments of one layer at a time, and then computes the layer's attention.
 
-    Args:
-        call: What the forward asks for.
-        made: The pass.
-        at: Its tokens, and where they are at the current layer.
-
     Attributes:
         inside: Index of the layer whose attention runs; None before the first.
         packed: Whether the layer must still attend to packed keys.

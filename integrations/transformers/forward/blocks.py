@@ -81,10 +81,8 @@ class Blocks:
 
     Args:
         implementation: The model's attention implementation; its masks must be tensors.
-        lower_right: The causal mask, shared with other layers.
         keys: ``[batch, 1 or kv_heads, key_len]`` int64 positions, -1 on padding; None if the mask
             is causal, without padding and window.
-        queries: ``[batch, query_len]`` int64 positions, -1 on padding.
         window: Number of places a query sees, its own included, or its `Chunk`; None for all places
             up to its own.
     """

@@ -23,14 +23,7 @@ MIN_WINDOWS = 2
 
 
 class ChunkWindows:
-    """The layers with a window in a pass, which hold only the tokens in it after the chunk.
-
-    Args:
-        at: The pass.
-
-    Attributes:
-        layers: Their indices.
-    """
+    """The layers with a window in a pass, which hold only the tokens in it after the chunk."""
 
     def __init__(self, at: PassState) -> None:
         self._at = at

@@ -123,8 +123,6 @@ class Remember(InPrompt):
     """Remember the queries of a prompt's chunk until the prompt ends, when the policy acts.
 
     Args:
-        chunks: The chunks before it.
-        history: See `InPrompt`.
         only: The layers whose queries are needed; None for all layers.
     """
 
@@ -203,10 +201,6 @@ class AtEnd(InPrompt):
 
     Args:
         chunks: The chunks before the last; None if the prompt came in one forward.
-        history: See `InPrompt`.
-
-    Attributes:
-        carried: See `Chunks`.
     """
 
     padding_first = True

@@ -47,13 +47,10 @@ class ForwardDispatcher:
     forward that goes beyond the end brings draft tokens, and is read as two.
 
     Args:
-        policy: Which tokens to keep.
-        storage: How keys and values are held.
         max_new_tokens: Answer tokens for which memory is reserved; None reserves none.
         layers: The layers of the cache; the cache's own list.
 
     Attributes:
-        now: What has been read.
         run: The run of the decoder that is under way; None without one.
         facts: What is known of the model that the cache was attached to last; None before.
         appends: Whether new turns are appended without the policy.

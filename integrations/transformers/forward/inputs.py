@@ -31,7 +31,6 @@ class Incoming:
         moved: See `SeenTokens.with_padding`; None if nothing moved.
         new_valid: ``[batch, new_len]`` bool, False on padding.
         columns: ``[batch, new_len]`` bool, the same in the order of the input's columns.
-        padded: Whether any column is padding.
         order: ``[batch, new_len]`` int64, the input column that comes to each place; None if the
             columns keep their places.
         positions: ``[batch, new_len]`` int64, -1 on padding; None if they follow the tokens seen.

@@ -61,10 +61,7 @@ class LaterLayers:
 
     Args:
         main: The run that the decoder's layers are called with.
-        last: The last chunk of the prompt.
-        staged: All chunks of the prompt.
         whole: The tokens seen, the prompt included.
-        stages: The stages that are still to be run.
 
     Attributes:
         waiting: The layers that choose when all layers were scored, by index.

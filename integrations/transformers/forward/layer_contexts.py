@@ -128,7 +128,6 @@ class InPrompt(AtQueries):
 
     Attributes:
         history: The same, with the layers of this pass.
-        checks: Checks on the answers of parts at earlier layers.
     """
 
     asks = True

@@ -34,13 +34,6 @@ class LayerMasks:
     """A maker of the attention masks of all layers in one pass, called layer by layer.
 
     Args:
-        call: What the forward asks for.
-        layers: The layers of the cache.
-        reach: The tokens that reach the current layer.
-        incoming: The tokens of the pass, and those seen before.
-        tokens: The tokens seen, those of the pass included.
-        first: Whether nothing was read before the pass.
-        in_prompt: Whether the pass belongs to a prompt.
         padding_first: Whether keys are moved so that each row's padding comes before its tokens.
 
     Attributes:

@@ -50,8 +50,6 @@ class LayerProbe:
     """A finder of the layers' rotary embeddings and output projections, for one forward.
 
     Args:
-        parts: The model.
-        policy: The policy.
         rotary: Whether a part rotates keys or queries, or the cache rotates kept keys.
         output_weight: Whether a part reads the weights of output projections.
         known: Rotary embeddings that layers were given, with the frequencies found for each.

@@ -51,7 +51,6 @@ class Narrowed:
         slots: ``[batch, passed_len]`` int64, the slots among the keys of the tokens passed on,
             ascending; -1 on padding.
         valid: ``[batch, 1 or kv_heads, key_len]`` bool, False on padding; None without padding.
-        implementation: The model's attention implementation.
     """
 
     keys: Tensor

@@ -53,23 +53,14 @@ class PassRun:
     The layers of a model may be on several devices. Tensors about the tokens are on the device of
     the inputs. A layer's tensors, and its context, are on the device of its keys.
 
-    Args:
-        call: What the forward asks for.
-        layers: The layers of the cache.
-        made: The pass.
-
     Attributes:
-        made: The pass.
         at: Its tokens, and where they are at the current layer.
-        tokens: The tokens seen, those of the pass included.
-        attention: The attention of its layers.
         attentions: The attention module of each layer; None if a layer has none that can be seen.
         pending: The keys and values handed out to a layer whose attention function has not been
             called yet; None if none is awaited.
         alone: The layers before and after which nothing is done.
         propagated: For each layer that dropped tokens, the positions it passed on.
         seen: The keys and values of a layer that was run until its queries were known.
-        stage: The layers that the pass is for; None for all layers.
         held: The hidden states that go into the next stage; None before they are known.
         attended: Keys and values of the layer inside which the stage has ended, and which of them
             are tokens (None: all); None if it ends behind a layer.

@@ -41,7 +41,6 @@ class ScoreChunk(AtQueries):
 
     Args:
         span: The first position of the chunk, and the position after its last one.
-        scored: The layers to score.
         found: The result: saliency by layer, float32 ``[batch, heads, key_len + 1]``.
     """
 
@@ -105,12 +104,8 @@ class SecondReading:
     """A second reading of a whole prompt, chunk by chunk, by which its keys are scored.
 
     Args:
-        policy: A policy with a `Repetition`.
         layers: The layers of the cache; they stay unchanged.
         waiting: The layers with a deferred selection, by index.
-        tokens: The tokens seen, the prompt included.
-        parts: The model's modules.
-        cache: The cache, as the decoder is given it.
     """
 
     policy: CachePolicy

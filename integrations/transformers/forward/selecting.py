@@ -42,11 +42,7 @@ class DeferredKV:
     """The keys and values of a layer that will choose once all layers have been scored.
 
     Args:
-        keys: The keys to choose among; see `PolicyLayer.store`.
-        values: The values to choose among; see `PolicyLayer.store`.
-        positions: Their positions; see `PolicyLayer.store`.
         undecided: The layer in the form that the policy decides on later.
-        carried: See `PolicyLayer.store`.
         near: If the policy chooses only in some rows, what a sliding window leaves of the other
             rows; None if it chooses in all rows.
     """
@@ -65,10 +61,6 @@ _Held = tuple[Tensor, Tensor, Tensor]
 
 class Select(AtEnd):
     """Let the policy choose what each layer keeps and which tokens it passes on.
-
-    Args:
-        chunks: See `AtEnd`.
-        history: See `InPrompt`.
 
     Attributes:
         waiting: The layers that choose when all layers were scored, by index.
@@ -288,12 +280,7 @@ class Select(AtEnd):
 
 
 class ChooseTokens(AtEnd):
-    """Choose the tokens that a restarted prefill reads again, and store no keys.
-
-    Args:
-        layer: Index of the layer that chooses.
-        chunks: See `AtEnd`.
-    """
+    """Choose the tokens that a restarted prefill reads again, and store no keys."""
 
     keys = KeyUse.DISCARD
 

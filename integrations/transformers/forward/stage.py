@@ -27,7 +27,6 @@ class PrefillStage:
     """A range of layers that the same tokens of a prompt reach.
 
     Args:
-        first: Index of the first layer.
         last: Index of the last layer, after which tokens are dropped or the model ends; -1 if there
             are no layers.
         looks: Whether the stage ends inside its last layer, once queries and keys are known. The

@@ -45,11 +45,7 @@ class StagedPrefill:
     """A reader of a prompt in chunks under a policy that drops tokens between layers.
 
     Args:
-        call: What the forward asks for.
-        layers: The layers of the cache.
         incoming: The current chunk.
-        features: Features to add to the chunk's hidden states between layers; None if there are
-            none.
     """
 
     call: Call

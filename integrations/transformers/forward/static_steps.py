@@ -32,7 +32,6 @@ class StaticSteps:
     """The steps of an answer in buffers of a fixed size, each of which `generate` may compile.
 
     Args:
-        layers: Every layer's buffers.
         masks: By layer, the mask for the current token, its own slot included.
         mask_of: The same as tensors.
         first: ``[batch, 1]``, the rotary position of the first token.
@@ -109,12 +108,7 @@ def before_decoder(
 
 @attrs.frozen
 class BeforeLayer:
-    """A hook before a decoder layer that gives the layer its own mask while decoding.
-
-    Args:
-        index: Index of the layer.
-        names: The names of its forward's arguments, in their order.
-    """
+    """A hook before a decoder layer that gives the layer its own mask while decoding."""
 
     index: int
     names: tuple[str, ...]

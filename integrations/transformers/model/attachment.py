@@ -30,12 +30,7 @@ class AroundLayer:
     layer between two forwards, such as adding or removing hooks, is as without a cache. A call that
     carries none of the reading caches passes straight through.
 
-    Args:
-        index: Index of the layer.
-        module: The layer.
-
     Attributes:
-        forward: Runs the layer.
         users: The attachments of the caches that are reading. The tuple is replaced, never changed,
             since other threads go through it.
     """
@@ -83,10 +78,8 @@ class Attachment:
     leaves no hook and no attribute on the model.
 
     Args:
-        cache: The cache.
         listener: The cache's `ForwardDispatcher`, whose file imports this one. The hooks call it
             when a call carries the cache.
-        parts: The model's modules.
 
     Attributes:
         outer: The modules around the decoder whose calls are watched.

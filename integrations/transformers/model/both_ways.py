@@ -112,12 +112,7 @@ def cuts_of(model: Any, arguments: Mapping[str, Any], valid: Tensor, seen: int) 
 
 
 class _Masks:
-    """A cache of the masks that a model makes for short sequences of token types.
-
-    Args:
-        model: The model.
-        name: The model's argument for the types of tokens.
-    """
+    """A cache of the masks that a model makes for short sequences of token types."""
 
     def __init__(self, model: Any, name: str) -> None:
         self._makes = getattr(type(model), MASKS_OF_STEP)

@@ -47,8 +47,6 @@ class ModelParts:
     Attributes:
         decoder: The model without its head.
         between: The modules between the model and its decoder, on the path of a call.
-        layers: The decoder layers.
-        kinds: The kind of each layer.
         attentions: The attention module of each layer; None if a layer does not attend, or attends
             with a function of its own.
         own_caches_only: Whether the decoder refuses caches of other classes than its own. It does

@@ -16,10 +16,6 @@ class Temperature:
     A query at position ``p`` is scaled by ``1 + scale * log(1 + floor((p + 1) / floor))``. Such
     models count the tokens of a forward from the tokens that the cache has seen, padding included.
     So a padded token, or one that follows dropped tokens, is scaled for a wrong position.
-
-    Args:
-        scale: See above.
-        floor: See above; in tokens.
     """
 
     scale: float

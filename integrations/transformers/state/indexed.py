@@ -26,7 +26,6 @@ class IndexedLayer(PolicyLayer):
 
     Args:
         storage: How keys and values are held; index keys are not quantised.
-        room: See `PolicyLayer`.
         blocks: Whether the indexer picks blocks of slots, and gives its index keys directly to this
             layer.
 

@@ -21,8 +21,6 @@ class LayerFacts:
     """A record of what is known of one layer of the attached model.
 
     Args:
-        query_heads: Number of query heads; 0 if unknown.
-        spread: How the layer's heads are spread over processes.
         expands: Whether attention computes keys and values of more heads from the tensors held, as
             latent attention does.
         shows_queries: Whether the queries of its attention can be observed.

@@ -31,7 +31,6 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
 
     Args:
         storage: How keys and values are held; the state is held unchanged.
-        room: See `PolicyLayer`.
         number_of_states: Number of states of either kind, one for each module of the layer that has
             a state.
     """
@@ -158,8 +157,6 @@ class SharedLayer(EmptyLayer):
     """A cache layer without keys of its own, for a model layer that attends to another's keys.
 
     Args:
-        storage: See `PolicyLayer`.
-        room: See `PolicyLayer`.
         producer: Index of the layer that holds them; `link` connects the two.
     """
 

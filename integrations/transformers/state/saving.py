@@ -38,11 +38,7 @@ class SavedCache:
     """A cache as it is written to a file and read from one.
 
     Args:
-        policy: The policy's description.
         model: The fingerprint of the model that filled the cache.
-        tokens: The tokens seen.
-        layers: The layers of the cache.
-        propagated: See `PolicyCache.propagated`.
         starts_turn: Whether the policy acts on the next forward.
     """
 

@@ -92,12 +92,7 @@ def carried_for(observed: RecentQueries, keys: Tensor, carries: int) -> Tensor:
 
 @attrs.frozen(eq=False)
 class Due:
-    """A record of the rows of a batch in which layers evict now; other rows keep all tokens.
-
-    Args:
-        rows: ``[count]`` int64, on the tokens' device.
-        tokens: The tokens of these rows.
-    """
+    """A record of the rows of a batch in which layers evict now; other rows keep all tokens."""
 
     rows: Tensor
     tokens: SeenTokens
@@ -116,17 +111,10 @@ class LayerCandidates:
     """A record of all tokens that a layer holds during an answer, from which it chooses.
 
     Args:
-        layer: The layer.
-        index: Index of the layer.
-        num_layers: Number of layers of the model.
-        keys: ``[batch, kv_heads, key_len, head_dim]``, as attention gets them.
-        values: ``[batch, kv_heads, key_len, head_dim]``, as attention gets them.
         stored: The tensors held, if attention computes more heads from them; else keys and values.
         positions: ``[batch, kv_heads or 1, key_len]`` int64, positions of the slots stored, -1 on
             padding.
-        scores: How products of queries and keys become scores.
         tokens: The tokens seen, the last of which count as appended.
-        observed: The layer's decoded queries and scorer state.
     """
 
     layer: PolicyLayer
