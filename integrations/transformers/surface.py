@@ -23,12 +23,7 @@ from transformers.cache_utils import (
 )
 from transformers.generation import GenerationMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import (
-    create_masks_for_generate,
-    eager_mask,
-    flash_attention_mask,
-    sdpa_mask,
-)
+from transformers.masking_utils import create_masks_for_generate
 from transformers.pytorch_utils import Conv1D
 
 __all__ = [
@@ -52,12 +47,9 @@ __all__ = [
     "cache_of",
     "calls_interface",
     "create_masks_for_generate",
-    "eager_mask",
-    "flash_attention_mask",
     "given_cache",
     "names_in",
     "sdpa_attention_forward",
-    "sdpa_mask",
 ]
 
 # The cache argument of modules and of `generate`: `cache` from 5.24 on, `past_key_values` before,

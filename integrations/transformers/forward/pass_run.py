@@ -43,6 +43,7 @@ from kvpolicy.integrations.transformers.model.routing import (
 )
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import follow
+from kvpolicy.integrations.transformers.state.packed import Packed
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_slots
 
@@ -320,7 +321,10 @@ class PassRun:
         """Return a layer's held and new keys and values; store the new ones if the pass appends."""
         layer = self.layers[index]
         if self.attention.packed:
-            return Unpacked.pair(layer.append_packed(keys, values))
+            packed = layer.contents.held
+            assert isinstance(packed, Packed)
+            layer.held = packed = packed.appended(keys, values)
+            return Unpacked.pair(packed)
         if self._appends and index not in self._queries.holding_anew:
             keys, values = layer.append(keys, values, self.at.before, self.made.missing)
         else:
@@ -330,7 +334,7 @@ class PassRun:
             if order is not None:
                 keys, values = gather_slots(keys, order), gather_slots(values, order)
         if layer.indexed is not None:
-            layer.indexed.attend_to(keys)
+            layer.indexed.attended = keys
         return keys, values
 
     def update_index(self, index: int, keys: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class IndexedLayer(PolicyLayer):
         borrows: Whether the layer holds no index keys and was given none in the current forward.
         new_places: ``[axes, batch, new_len]`` int64, the position ids of a forward's tokens. A
             model that rotates index keys late gives them to its first layer of this kind.
+        attended: The keys from which the indexer picks in the current forward.
         taking: During a forward, the function that receives the index keys given to the layer.
     """
 
@@ -51,7 +52,7 @@ class IndexedLayer(PolicyLayer):
         # position ids ``[batch, 1, kept_len, axes]``, of width 0 if there are none.
         self.index: StoredKV | None = None
         self._shown: tuple[Tensor, Tensor] | None = None  # of every slot, until `store` keeps some
-        self._attended: Tensor | None = None  # the keys of the forward under way
+        self.attended: Tensor | None = None
 
     @property
     def indexed(self) -> IndexedLayer:  # an attribute there, which costs no call
@@ -80,11 +81,7 @@ class IndexedLayer(PolicyLayer):
     @property
     def keys(self) -> Tensor | None:
         """The keys in the cache; during a forward, the keys from which the indexer picks."""
-        return super().keys if self._attended is None else self._attended
-
-    def attend_to(self, keys: Tensor) -> None:
-        """Remember the keys from which the indexer picks in the current forward."""
-        self._attended = keys
+        return super().keys if self.attended is None else self.attended
 
     @property
     def indexer_position_ids(self) -> None:
@@ -194,17 +191,17 @@ class IndexedLayer(PolicyLayer):
     def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
         """See `PolicyLayer.restore`."""
         self.index = beside
-        self._shown = self._attended = self.new_places = self.taking = None
+        self._shown = self.attended = self.new_places = self.taking = None
         super().restore(contents, beside, tokens)
 
     def follow(self, tokens: SeenTokens) -> None:
         """End a forward, and take the new record of seen tokens; see `PolicyLayer.follow`."""
         super().follow(tokens)
-        self._attended = self.new_places = self.taking = None
+        self.attended = self.new_places = self.taking = None
 
     def get_seq_length(self) -> int:
         """Return how many columns were read; during a forward, how many slots are attended to."""
-        return super().get_seq_length() if self._attended is None else self._attended.shape[2]
+        return super().get_seq_length() if self.attended is None else self.attended.shape[2]
 
     def nbytes(self) -> int:
         """Return the bytes of the layer's keys, values and index keys; see `PolicyLayer.nbytes`."""

@@ -318,41 +318,21 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         held_keys, held_values = held.read()
         return torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
 
-    def append_packed(self, keys: Tensor, values: Tensor) -> Packed:
-        """Append keys and values of one forward to a layer that is stored without padding.
-
-        It does what `append` does, and unpacks nothing.
-        """
-        assert self.held is not None
-        held = self.held.appended(keys, values)
-        assert isinstance(held, Packed)
-        self.held = held
-        return held
-
     def claim(self) -> tuple[Tensor, Tensor]:
         """Return the whole buffers, to which only another object appends until `release`."""
-        self.held = room = self._padded_alike().with_room(self.room)
-        return room.claim()
-
-    def _padded_alike(self) -> Plain:
-        """Return keys and values in the padded form that fixed buffers need."""
         held = self.held.unpacked() if isinstance(self.held, Packed) else self.held
         assert isinstance(held, Plain)
-        return held
-
-    def _pack(self) -> None:
-        """Store keys and values without padding again, after decoding into fixed buffers."""
-        held, chosen = self.held, self.contents.chosen
-        if held is None or chosen is None or isinstance(held, Packed):
-            return
-        if self._packs(chosen, int((chosen >= 0).sum())):
-            self._hold(*held.read(), chosen, 0)
+        self.held = held = held.with_room(self.room)
+        return held.claim()
 
     def release(self) -> None:
-        """End `claim`, so that only this layer appends to its buffers."""
-        if isinstance(self.held, Plain):  # not slots chosen since, which have memory of their own
-            self.held.release()
-            self._pack()
+        """End `claim`: only this layer appends again, and its slots are packed if that pays."""
+        held, chosen = self.held, self.contents.chosen
+        if not isinstance(held, Plain):  # slots chosen since, which have memory of their own
+            return
+        held.release()
+        if chosen is not None and self._packs(chosen, int((chosen >= 0).sum())):
+            self._hold(*held.read(), chosen, 0)
 
     def follow(self, tokens: SeenTokens) -> None:
         """Take the new record of the tokens that the cache has read."""

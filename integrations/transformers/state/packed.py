@@ -152,7 +152,7 @@ class Packed(StoredKV):
         keys, values = self.read()
         return Plain.of(keys, values, keys.device)
 
-    def appended(self, keys: Tensor, values: Tensor) -> StoredKV:
+    def appended(self, keys: Tensor, values: Tensor) -> Packed:
         """See `StoredKV.appended`."""
         return attrs.evolve(self, recent=self.recent.appended(keys, values))
 
