@@ -86,12 +86,7 @@ class Given:
             )
 
     def check_same(self, seen: SeenTokens | None) -> None:
-        """Check that a whole conversation begins with the ids that the cache has read.
-
-        Raises:
-            ValueError: It begins with other ids, or the mask changes tokens that were read; see
-                `read_past`.
-        """
+        """Check that a whole conversation begins with the ids that the cache has read."""
         ids, mask = self.ids, self._flat_mask
         if seen is None or ids is None or self.embeds is not None or ids.ndim != 2:
             return

@@ -113,11 +113,6 @@ class ForwardDispatcher:
         return before + self.answer.seen_since(index)
 
     @property
-    def placed(self) -> CachePolicy:
-        """The policy, with its unset layer indices chosen for the attached model."""
-        return self.policy if self.facts is None else self.facts.policy
-
-    @property
     def acts_next(self) -> bool:
         """True if the policy acts on the next forward, or on the prompt that it is part of."""
         return self.now.tokens is None or self.now.starts_turn
@@ -130,7 +125,8 @@ class ForwardDispatcher:
     @property
     def may_evict(self) -> bool:
         """True if the policy acts on the next forward and may leave tokens out of the cache."""
-        return self.acts_next and not keeps_everything(self.placed, len(self.layers))
+        placed = self.policy if self.facts is None else self.facts.policy
+        return self.acts_next and not keeps_everything(placed, len(self.layers))
 
     @property
     def is_unhooked(self) -> bool:
@@ -162,14 +158,10 @@ class ForwardDispatcher:
     def reset(self) -> None:
         """Forget all that was read, so that the next forward reads a first prompt."""
         self.abandon_forward()
-        self.end_answer()
+        self.answer.end()
         for layer in self.layers:
             layer.reset()
         self.now = ReadState()
-
-    def end_answer(self, *, failed: bool = False) -> None:
-        """Take the keys of an answer back from Transformers' own layers, if they hold them."""
-        self.answer.end(failed=failed)
 
     def take_tokens(self, tokens: SeenTokens) -> None:
         """Replace the record of the tokens seen, here and in all layers of the cache."""
@@ -187,7 +179,7 @@ class ForwardDispatcher:
 
     def _begin_turn(self, prompt_end: int | None) -> None:
         self.abandon_forward()
-        self.end_answer()
+        self.answer.end()
         starts = not self.appends
         self.now = attrs.evolve(self.now, starts_turn=starts, prompt_end=prompt_end, chunks=None)
 
@@ -214,10 +206,10 @@ class ForwardDispatcher:
         try:
             yield
         except BaseException:
-            self.end_answer(failed=True)
+            self.answer.end(failed=True)
             raise
         finally:
-            self.end_answer()
+            self.answer.end()
             answer.most = None
             self._in_generate, answer.may_be_static = outer
             self.abandon_forward()
@@ -410,7 +402,7 @@ class ForwardDispatcher:
         assert held.layers is not None
         hold_again(layers, held.layers)
         for layer, own in zip(layers, self.layers, strict=True):
-            layer.facts = own.facts.of_copy()
+            layer.facts = attrs.evolve(own.facts, shows_queries=True, projection=None)
         link(layers)
         return {
             "policy": self.policy,

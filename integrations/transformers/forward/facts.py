@@ -7,8 +7,8 @@ from typing import Any
 import attrs
 
 from kvpolicy.declarations import declares
-from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
+from kvpolicy.integrations.transformers.forward.output_order import AttendedKeys
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.quirks import ModelQuirks

@@ -171,7 +171,8 @@ class LaterLayers:
         for layer in self._layers[stage.first + (reach.resumed is not None) : stage.last + 1]:
             layer.follow(tokens)
         started, is_output = begun.lengths > 0, not self._others
-        looks = stage.looks or (is_output and self._may_look(stage.last))
+        narrows = self._layers[stage.last].plain and self._call.narrows
+        looks = stage.looks or (is_output and narrows)  # until queries and keys are known
         chunks, runs = Chunks(self._call.model.policy.num_queries), []
         for columns in self._columns[:-1]:
             positions = reach.positions[:, columns]
@@ -206,10 +207,6 @@ class LaterLayers:
         incoming = incoming_of(self._call, self._last, self._staged, reach, columns)
         made = Pass(incoming, at_queries, stage=piece, features=features, **more)
         return PassRun(self._call, self._layers, made)
-
-    def _may_look(self, index: int) -> bool:
-        """True if a layer may be run only until its queries and keys are known."""
-        return self._layers[index].plain and self._call.narrows
 
 
 def pieces_of(staged: StagedPrompt, reach: SurvivingTokens) -> list[slice]:

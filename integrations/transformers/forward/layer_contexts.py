@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
-import torch
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
@@ -62,10 +61,6 @@ class History:
                 for each in self.held
             ),
         )
-
-    def shown(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the saliencies on a layer's device, for `LayerInputs.history`."""
-        return tuple(each.to(device) for each in self.held)
 
 
 def layer_context(
@@ -161,7 +156,8 @@ class InPrompt(AtQueries):
         if held < new_valid.shape[1]:  # behind a window in a prompt in chunks; see `chunk_windows`
             new_valid = new_valid[:, -held:]
             queries = queries[:, :, max(queries.shape[2] - held, 0) :]
-        positions = at.masks.positions(layer, inputs.keys.shape[1], inputs.keys.device)
+        device, earlier = inputs.keys.device, self.history.held
+        positions = at.masks.positions(layer, inputs.keys.shape[1], device)
         return layer_context(
             index,
             len(at.layers),
@@ -173,7 +169,7 @@ class InPrompt(AtQueries):
             queries=queries,
             stored=stored,
             tokens=at.tokens,
-            history=self.history.shown(inputs.keys.device) if self.history.held else (),
+            history=tuple(each.to(device) for each in earlier) if earlier else (),
             held_len=at.reach.seen_by(layer),
             rotary=layer.facts.rotary(at.gapless) if policy.needs_rotary else None,
             output_weight=layer.facts.weight(inputs.values) if policy.needs_output_weight else None,

@@ -249,8 +249,9 @@ class LayerMasks:
         if plain:
             lengths = layer.kept_len + query_len, query_len
             if lengths not in self._causal:
-                how = self._implementation, hidden.dtype, hidden.device
-                self._causal[lengths] = causal_mask(*lengths, *how)
+                self._causal[lengths] = causal_mask(
+                    *lengths, self._implementation, hidden.dtype, hidden.device
+                )
             return self._causal[lengths]
         positions = self.positions(layer, layer.choices, hidden.device)
         # Heads may hold different tokens. This matters only if some are padding or outside of the

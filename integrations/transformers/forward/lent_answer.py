@@ -288,10 +288,8 @@ def moved_positions(arguments: dict[str, Any], tokens: SeenTokens) -> dict[str, 
 
 
 def _same_arguments(given: dict[str, Any], used: dict[str, Any]) -> bool:
-    if given.keys() != used.keys():
-        return False
-    return all(used[name] is value or _equal(used[name], value) for name, value in given.items())
+    def same(one: Any, other: Any) -> bool:
+        tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return one is other or (tensors and torch.equal(one, other))
 
-
-def _equal(one: Any, other: Any) -> bool:
-    return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return given.keys() == used.keys() and all(same(used[name], given[name]) for name in given)

@@ -347,10 +347,6 @@ class PassRun:
         )
         return every
 
-    def note_state(self, index: int) -> None:
-        """Note that a recurrent layer has used the cache, by reading or writing its state."""
-        self.updated.add(index)
-
     def attend(
         self,
         index: int,

@@ -106,14 +106,6 @@ def _candidates(model: Any) -> Iterator[nn.Module]:
         queue += [each for each in module.children() if layer_list(each) is not None]
 
 
-def modules_between(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
-    """Return the modules on the call path between a model and its decoder.
-
-    The model and the decoder are not included.
-    """
-    return [*path_to(model, decoder).values()][1:-1]
-
-
 def placeholders_of(model: Any) -> dict[int, TokenKind]:
     """Return the token ids that stand for image, video or audio features, with their kind."""
     config = getattr(model, "config", None)

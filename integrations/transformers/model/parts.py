@@ -19,20 +19,19 @@ from kvpolicy.integrations.transformers.model.finding import (
     find_attention,
     find_decoder,
     layers_within,
-    modules_between,
     placeholders_of,
     takes_own_caches_only,
 )
 from kvpolicy.integrations.transformers.model.kinds import (
     FullAttention,
     LatentAttention,
-    check_kinds,
     kinds_of,
 )
 from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEMENTATIONS
 from kvpolicy.integrations.transformers.model.quirks import ModelQuirks
 from kvpolicy.integrations.transformers.model.rotary import stretch
 from kvpolicy.integrations.transformers.model.temperature import Temperature
+from kvpolicy.integrations.transformers.model.walking import path_to
 from kvpolicy.integrations.transformers.surface import ATTN_IMPLEMENTATION
 from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy
@@ -67,7 +66,7 @@ class ModelParts:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self.model = model
         self.decoder = find_decoder(model)
-        self.between = modules_between(model, self.decoder)
+        self.between = [*path_to(model, self.decoder).values()][1:-1]
         for module in (self.decoder, *model.children(), *self.between):
             # A model may return the decoder inside a compiled module as its decoder.
             if getattr(module, "_orig_mod", module) is self.decoder or module in self.between:
@@ -78,7 +77,9 @@ class ModelParts:
         for layer in self.layers:
             check_uncompiled(layer)
         self.kinds = kinds_of(self.config, len(self.layers))
-        check_kinds(self.kinds)
+        for index, kind in enumerate(self.kinds):
+            if (refusal := kind.refusal(index)) is not None:
+                raise UnsupportedModelError(refusal)
         if not any(kind.attends for kind in self.kinds):
             raise UnsupportedModelError(
                 "some layer must hold keys and values, but all of them hold a recurrent state or "

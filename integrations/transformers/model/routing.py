@@ -13,6 +13,7 @@ token; its call is recognised by the module.
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +34,6 @@ from kvpolicy.integrations.transformers.model.masks import (
 )
 from kvpolicy.integrations.transformers.surface import (
     ATTN_IMPLEMENTATION,
-    StandInConfig,
     attention_functions,
     sdpa_attention_forward,
 )
@@ -86,16 +86,34 @@ _inside: ContextVar[bool] = ContextVar("kvpolicy_inside", default=False)
 lock = threading.Lock()  # held while a module's configuration is replaced
 
 
-class RoutedConfig(StandInConfig):
+class RoutedConfig:
     """A module's configuration that names `routed_attention` as its attention function.
 
-    While the attention function runs, it reads the original name here.
+    While the attention function runs, it reads the original name here. A copy of the module gets
+    the original configuration.
     """
 
-    @property
+    def __init__(self, config: Any) -> None:
+        self.original = config
+        self.users = 0
+
     def attention_name(self) -> str:
-        """The name of `routed_attention`; inside of it, that of the module's own function."""
+        """Return `ROUTED`; inside of `routed_attention`, the name of the module's own function."""
         return str(getattr(self.original, ATTN_IMPLEMENTATION)) if _inside.get() else ROUTED
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "original" or name.startswith("__"):  # asked for while a copy is being made
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.original, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (self.original,)
+
+
+setattr(RoutedConfig, ATTN_IMPLEMENTATION, property(RoutedConfig.attention_name))
 
 
 def route(attention: Any) -> None:

@@ -135,24 +135,9 @@ class IndexedLayer(PolicyLayer):
             self.index = self.index.appended(*slots)
         return self.index.read()[0][:, 0]
 
-    def store(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        positions: Tensor,
-        kept: Tensor | None,
-        carried: Tensor | None = None,
-        *,
-        room: int | None = None,
-        counts: tuple[int, ...] | None = None,
-        whole: bool | None = None,
-        storage: Storage | None = None,
-    ) -> None:
-        """Keep the chosen slots, index keys included; see `PolicyLayer.store`."""
+    def keep_beside(self, kept: Tensor | None) -> None:
+        """Keep the index keys of the chosen slots; see `PolicyLayer.keep_beside`."""
         shown, self._shown = self._shown, None
-        positions, kept = positions[:, :1], None if kept is None else kept[:, :1]
-        how: dict[str, Any] = {"room": room, "counts": counts, "whole": whole, "storage": storage}
-        super().store(keys, values, positions, kept, carried, **how)
         if shown is not None:
             taken = (each if kept is None else gather_slots(each, kept) for each in shown)
             self._hold_index(*taken)

@@ -169,6 +169,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             storage: How they are held; None for the layer's own storage.
         """
         observed = NO_QUERIES
+        if self.one_choice:
+            positions, kept = positions[:, :1], None if kept is None else kept[:, :1]
         if carried is not None:
             observed = RecentQueries(
                 carried=carried if kept is None else gather_slots(carried, kept)
@@ -181,6 +183,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             padded = counts is None or min(counts) < kept.shape[2]
             chosen = gather_positions(positions, kept, padded=padded)
             self._hold(keys, values, chosen, room, kept, **how)
+        if self.holds_more:
+            self.keep_beside(kept)
 
     @staticmethod
     def _is_whole(keys: Tensor, positions: Tensor, kept: Tensor, whole: bool | None) -> bool:
@@ -320,7 +324,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def claim(self) -> tuple[Tensor, Tensor]:
         """Return the whole buffers, to which only another object appends until `release`."""
-        held = self.held.unpacked() if isinstance(self.held, Packed) else self.held
+        held = self.held
+        if isinstance(held, Packed):
+            keys, values = held.read()
+            held = Plain.of(keys, values, keys.device)
         assert isinstance(held, Plain)
         self.held = held = held.with_room(self.room)
         return held.claim()
@@ -357,6 +364,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
                 observed=before.observed.rows(rows),
             )
         self.follow(tokens)
+
+    def keep_beside(self, kept: Tensor | None) -> None:
+        """Keep only the slots ``kept`` of what the layer holds in addition to `contents`."""
 
     def beside(self) -> Any:
         """Return what the layer holds in addition to `contents`, such as a recurrent state."""

@@ -35,10 +35,6 @@ class LayerFacts:
     turns: RotaryChannels | None = None
     projection: OutputProjection | None = None
 
-    def of_copy(self) -> LayerFacts:
-        """Return a copy for a copied cache, which is bound to no model."""
-        return attrs.evolve(self, shows_queries=True, projection=None)
-
     def rotary(self, gapless: Gapless | None = None) -> LayerRotary:
         """Return the rotary embedding of the layer's keys; see `LayerRotary`."""
         assert self.turns is not None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.host_counts import on_device
-from kvpolicy.integrations.transformers.state.storage import GROWTH_SHARE, Plain, Storage, StoredKV
+from kvpolicy.integrations.transformers.state.storage import GROWTH_SHARE, Storage, StoredKV
 
 
 def wastes_slots(positions: Tensor, tokens: int) -> bool:
@@ -146,11 +146,6 @@ class Packed(StoredKV):
         whole = whole.view(batch, heads, width + count, dim)
         whole[:, :, width:] = recent
         return whole
-
-    def unpacked(self) -> Plain:
-        """Return the same keys and values, padded to the length of the longest head."""
-        keys, values = self.read()
-        return Plain.of(keys, values, keys.device)
 
     def appended(self, keys: Tensor, values: Tensor) -> Packed:
         """See `StoredKV.appended`."""
