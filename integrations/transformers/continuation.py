@@ -29,13 +29,7 @@ class Given:
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Find the ids, embeddings and mask among the arguments of a `generate` call.
-
-        Raises:
-            TypeError: An input is not a tensor.
-            ValueError: An input has fewer than two axes, or the inputs differ in their number of
-                rows.
-        """
+        """Find and check the ids, embeddings and mask among a `generate` call's arguments."""
         name = "input_ids" if "input_ids" in kwargs else "inputs"
         ids = kwargs.get(name, args[0] if args else None)
         embeds = kwargs.get("inputs_embeds")
@@ -54,10 +48,7 @@ class Given:
 
     @property
     def context_len(self) -> int | None:
-        """The number of columns of the whole conversation; None if it is unknown.
-
-        The ids may be the new ones only, under a mask over the whole conversation.
-        """
+        """The number of columns of the whole conversation; None if it is unknown."""
         read = self.ids if self.embeds is None else self.embeds
         if read is None:
             return None

@@ -60,7 +60,7 @@ class OuterCall:
         return kinds if kinds is not None and kinds.shape == columns.shape else None
 
     def masks_made_outside(self, arguments: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-        """Return if an outer model makes the masks, and the arguments, then with its own mask."""
+        """Return whether an outer model makes the masks, and the arguments to read."""
         made, outer, noted = arguments.get("attention_mask"), self._mask, self._noted
         self._mask, self._noted = None, False
         if not isinstance(outer, Tensor) or outer.ndim != 2:

@@ -57,13 +57,13 @@ def read_inputs(
     seen: SeenTokens | None,
     *,
     acts: bool,
-    starts: bool | None = None,
-    ends: bool = True,
+    starts: bool,
+    ends: bool,
 ) -> Incoming:
     """Read and check the inputs, mask and positions of a decoder's forward.
 
-    The policy acts on it if ``acts``. A turn begins if ``starts``, by default if the policy acts.
-    Unless it ``ends`` its prompt, a row may have only padding.
+    The policy acts on it if ``acts``, and a turn begins if ``starts``. A row may have only padding
+    unless the prompt ``ends``.
     """
     inputs = inputs_of(arguments)
     batch, new_len = inputs.shape[:2]
@@ -88,7 +88,7 @@ def read_inputs(
         return _without_mask(arguments, seen, new_len)
     _check_shape(mask, batch, seen.seen, new_len)
     mask = mask.to(device=inputs.device, dtype=torch.bool)
-    tokens, moved = read_past(mask[:, : seen.seen], seen, starts=acts if starts is None else starts)
+    tokens, moved = read_past(mask[:, : seen.seen], seen, starts=starts)
     columns = mask[:, seen.seen :]
     if bool(columns.all()):
         arguments = _with_positions(arguments, tokens, columns)

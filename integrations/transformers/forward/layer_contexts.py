@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import attrs
 from torch import Tensor
 
@@ -16,7 +14,6 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.layer_inputs import NO_DECODING, PLAIN_LAYER, DecodingInputs, LayerInputs
 from kvpolicy.part_calls import DeferredChecks
-from kvpolicy.policy import CachePolicy
 from kvpolicy.rotary import RotaryEmbedding
 from kvpolicy.selection import gather_slots
 
@@ -38,13 +35,6 @@ class History:
     layers: frozenset[int] = frozenset()
     longest: int = 0
     held: tuple[Tensor, ...] = ()
-
-    @staticmethod
-    def of(policy: CachePolicy, num_layers: int, choosing: Sequence[int]) -> History:
-        """Return the record with which a forward begins, without saliencies."""
-        longest = policy.history_layers
-        layers = policy.remembered_layers(num_layers, choosing) if longest else frozenset[int]()
-        return History(layers, longest)
 
     def noted(self, saliency: Tensor, context: LayerContext) -> History:
         """Return a copy with the saliency of one more layer, without those no longer needed."""
@@ -133,12 +123,12 @@ class InPrompt(AtQueries):
 
     def begin(self, at: PassState) -> None:
         """Begin the record of the saliencies that layers give; see `AtQueries.begin`."""
-        policy, count = at.policy, len(at.layers)
+        policy, layers = at.policy, enumerate(at.layers)
         self.history = self._history or History()
         if self._history is None and policy.history_layers:
-            layers = enumerate(at.layers)
             choosing = [i for i, each in layers if each.attends and at.masks.windows[i] is None]
-            self.history = History.of(policy, count, choosing)
+            remembered = policy.remembered_layers(len(at.layers), choosing)
+            self.history = History(remembered, policy.history_layers)
 
     def drop(self, slots: Tensor) -> None:
         """See `AtQueries.drop`."""

@@ -105,18 +105,15 @@ class LayerMasks:
         """True if a layer's only new token sees all slots, and can attend to them unpadded."""
         layer = self._layers[index]
         packed = (
-            layer.plain
-            and not self._in_prompt
+            not self._in_prompt
             and may_attend(layer.contents.held)
             and self._reach.count == 1
             and self._implementation == "sdpa"
             and self._spares
-            and layer.facts.shows_queries
+            and self.may_narrow(index)
             and not layer.facts.expands
-            and index not in self.lenders
             and self._call.attended is None
             and self._moved is None
-            and self.windows[index] is None
             and not self._has_gaps
         )
         if packed:

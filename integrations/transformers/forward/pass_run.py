@@ -60,6 +60,7 @@ class PassRun:
         pending: The keys and values handed out to a layer whose attention function has not been
             called yet; None if none is awaited.
         alone: The layers before and after which nothing is done.
+        whole: Whether the run is for all layers, and calls each of them as the decoder does.
         propagated: For each layer that dropped tokens, the positions it passed on.
         seen: The keys and values of a layer that was run until its queries were known.
         held: The hidden states that go into the next stage; None before they are known.
@@ -86,6 +87,7 @@ class PassRun:
         self._queries, self._reach, self._masks = made.at_queries, at.reach, at.masks
         self._appends = appends = made.at_queries.keys is KeyUse.APPEND
         self.stage = made.stage
+        self.whole = made.stage is None and made.around is None
         self.held: Tensor | None = None
         self.attended: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.later: Any = None
@@ -141,8 +143,7 @@ class PassRun:
             return self.part._collected(around, hidden, kwargs)
         if self.made.around is not None:
             return self.made.around(self, around, hidden, kwargs)
-        if self.stage is None:
-            return self.run_layer(around, hidden, kwargs)
+        assert self.stage is not None
         last, then = self.stage.stage.last, self.made.then
         if around.index <= last:
             output = self.run_layer(around, hidden, kwargs)
@@ -357,7 +358,7 @@ class PassRun:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute a layer's attention by its own function, and show the policy its queries."""
-        given, self.pending = self.pending, None
+        given = self.pending
         assert given is not None
         temperature = None if index in self.alone else self.call.model.temperatures[index]
         if temperature is not None:
@@ -372,9 +373,10 @@ class PassRun:
             output = attend(module, *read, mask, **kwargs)
         else:
             output = self.attention.attend(attend, module, inputs, mask, given, **kwargs)
+        self.pending = None
         if not again:
             self._queries.observe(self.at, index, inputs, given)
-        if looks and self._looking and self.stage is not None and not self.call.model.form.known:
+        if self._looking and self.stage is not None and not self.call.model.form.known:
             return attend(module, *read, None, **kwargs)
         if looks:
             raise PassEnded

@@ -159,12 +159,12 @@ class Select(AtEnd):
         summed = context.layer_idx in self.carried
         saliency = self.saliency(at, context) if summed else None
         decision = at.policy.decide(context, checks=self.checks, saliency=saliency)
-        self.checks.look()
         if decision.undecided is not None:
             undecided = decision.undecided.among(near.short)
             self.waiting[context.layer_idx] = DeferredKV(*held, undecided, decision.state, near)
-        else:
-            layer.store(*held, near.kept(decision.kept), decision.state)
+            return
+        self.checks.look()
+        layer.store(*held, near.kept(decision.kept), decision.state)
 
     def _choose(
         self, at: PassState, layer: PolicyLayer, held: _Held, context: LayerContext
@@ -253,7 +253,7 @@ class Select(AtEnd):
         return attrs.evolve(context, decoding=before)
 
     def _check_numbers(self, at: PassState) -> None:
-        """Check that a tested scorer got numbers: a key that is none makes the last output none."""
+        """Check the last output for NaN, since a tested scorer's saliency is not checked."""
         scorer, hidden = at.policy.scorer, at.last_hidden
         if hidden is None or scorer is None or not at.policy._is_tested(scorer):
             return

@@ -148,17 +148,15 @@ def verdict_of(
     return verdict
 
 
-@attrs.frozen(eq=False)
 class _SelfCheck:
     """The check of one model, which is in evaluation mode; see `verdict_of`."""
 
-    model: Any
-    parts: ModelParts
-    make_cache: MakeCache
-    rows: list[Tensor] = attrs.field(init=False)  # the prompts, [len] int64 each
-    dtype: torch.dtype = attrs.field(init=False)  # of weights, by which rounding is estimated
+    def __init__(self, model: Any, parts: ModelParts, make_cache: MakeCache) -> None:
+        self.model, self.parts, self.make_cache = model, parts, make_cache
+        self.rows = self._drawn()  # the prompts, [len] int64 each
+        weights = (each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
+        self.dtype = next(weights)  # by which rounding is estimated
 
-    @rows.default
     def _drawn(self) -> list[Tensor]:
         """Draw rows of random token ids, without special tokens."""
         size = min(self.parts.config.vocab_size, 4096)
@@ -173,11 +171,6 @@ class _SelfCheck:
         generator, device = torch.Generator().manual_seed(0), self.parts.device_of(0)
         drawn = [torch.randint(len(plain), (count,), generator=generator) for count in LENS]
         return [plain[each].to(device) for each in drawn]
-
-    @dtype.default
-    def _of_weights(self) -> torch.dtype:
-        weights = self.parts.decoder.parameters()
-        return next(each.dtype for each in weights if each.is_floating_point())
 
     def verdict(self, *, tested: bool) -> Verdict:
         """Try sets of shortcuts until nothing is refused; return the one with least refused."""

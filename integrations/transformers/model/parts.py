@@ -198,7 +198,7 @@ class ModelParts:
 
     @property
     def causal(self) -> bool:
-        """True if a token in a layer without a mask sees no later token, unlike in PaliGemma."""
+        """True if a token in a layer without a mask sees no later token; False in PaliGemma."""
         own = filter(None, self.attentions)
         return all(getattr(each, "is_causal", True) for each in own)
 
@@ -282,7 +282,7 @@ class ModelParts:
                 )
 
     def check_logits(self, policy: CachePolicy, keep_last: int | None) -> None:
-        """Check that a decoder that cuts hidden states itself, not knowing of drops, cuts none."""
+        """Check that the decoder itself cuts no hidden states while a policy drops tokens."""
         cuts = "logits_to_keep" in signature(type(self.decoder).forward).parameters
         if cuts and keep_last not in (None, 1):
             raise UnsupportedModelError(

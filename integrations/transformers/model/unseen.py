@@ -77,7 +77,7 @@ def takes_cache(decoder: nn.Module) -> bool:
 
 
 def column_bias(layer: nn.Module) -> str | None:
-    """Describe the argument that adds to scores by column, wrong after eviction; None if none."""
+    """Describe the argument that adds a bias by column, wrong after eviction; None without one."""
     for name in inspect.signature(type(layer).forward).parameters:
         if any(each in name for each in _BIASES):
             return (
