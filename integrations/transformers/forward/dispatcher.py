@@ -31,7 +31,7 @@ from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.layers import held_by, hold_again
+from kvpolicy.integrations.transformers.state.layers import follow, held_by, hold_again
 from kvpolicy.integrations.transformers.state.recurrent import link
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -166,8 +166,7 @@ class ForwardDispatcher:
     def take_tokens(self, tokens: SeenTokens) -> None:
         """Replace the record of the tokens seen, here and in all layers of the cache."""
         self.tokens = tokens
-        for layer in self.layers:
-            layer.follow(tokens)
+        follow(self.layers, tokens)
 
     # Turns.
 

@@ -168,8 +168,7 @@ class LaterLayers:
         # The tokens that layers held before the prompt, then those of the prompt read in this
         # stage.
         tokens = attrs.evolve(self._whole, appended=begun.appended, appended_ids=begun.appended_ids)
-        for layer in self._layers[stage.first + (reach.resumed is not None) : stage.last + 1]:
-            layer.follow(tokens)
+        follow(self._layers[stage.first + (reach.resumed is not None) : stage.last + 1], tokens)
         started, is_output = begun.lengths > 0, not self._others
         narrows = self._layers[stage.last].plain and self._call.narrows
         looks = stage.looks or (is_output and narrows)  # until queries and keys are known

@@ -31,6 +31,7 @@ from kvpolicy.integrations.transformers.forward.passes import KeyUse, PassState
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.layer_inputs import DecodingInputs
 from kvpolicy.policy import CachePolicy
@@ -274,8 +275,7 @@ class Select(AtEnd):
         self.checks.look()
         if not at.policy.gapless:
             return at.tokens
-        for layer in at.layers:
-            layer.follow(at.tokens)
+        follow(at.layers, at.tokens)
         return without_gaps(at.policy, at.tokens, at.layers)
 
 

@@ -48,10 +48,7 @@ def check_layer(layer: nn.Module, decoder: nn.Module) -> None:
     """Check that policies work with a layer whose attention function cannot be observed."""
     config: Any = decoder.config
     if not takes_cache(decoder):
-        raise UnsupportedModelError(
-            f"model must take a cache of Transformers, as {CACHE}, in which a policy chooses, but "
-            f"{type(decoder).__name__} does not"
-        )
+        raise UnsupportedModelError(without_cache(decoder))
     kind = getattr(config, "attention_type", None)
     if isinstance(kind, str) and "sparse" in kind:
         raise UnsupportedModelError(
@@ -61,6 +58,14 @@ def check_layer(layer: nn.Module, decoder: nn.Module) -> None:
     bias = None if getattr(config, "alibi", None) is False else column_bias(layer)
     if bias is not None:
         raise UnsupportedModelError(bias)
+
+
+def without_cache(decoder: nn.Module) -> str:
+    """Return the error message for a model that takes no cache."""
+    return (
+        f"model must take a cache of Transformers, as {CACHE}, in which a policy chooses, but "
+        f"{type(decoder).__name__} does not"
+    )
 
 
 def takes_cache(decoder: nn.Module) -> bool:
