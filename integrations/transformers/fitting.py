@@ -89,7 +89,7 @@ def check_bounded(reader: ForwardDispatcher) -> None:
 
 
 def _check_flash(reader: ForwardDispatcher, parts: ModelParts) -> None:
-    """Check that flash attention needs no mask for what a cache holds, filled under another."""
+    """Check that what a cache holds needs no mask, which flash attention cannot take."""
     for index, (layer, window) in enumerate(zip(reader.layers, parts.windows, strict=True)):
         held, lacks = layer.positions, ""
         if layer.contents.ragged:

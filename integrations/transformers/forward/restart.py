@@ -76,7 +76,7 @@ def _arguments(incoming: Incoming, chosen: Tensor) -> dict[str, Any]:
 
 
 def check_positions(policy: CachePolicy, incoming: Incoming) -> None:
-    """Check that position ids given count each row's own tokens from 0, so that gaps can close."""
+    """Check that given position ids count each row's own tokens from 0, as the policy needs."""
     given = incoming.arguments.get("position_ids")
     if given is None:
         return
