@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
+from kvpolicy.attention import BLOCK_BYTES, OTHER_BLOCK_BYTES
 from kvpolicy.integrations.transformers.model.masks import Mask, Visibility, first_seen
 from kvpolicy.integrations.transformers.model.routing import Attend, is_plain
 
@@ -23,14 +24,10 @@ from kvpolicy.integrations.transformers.model.routing import Attend, is_plain
 # If it does not exist, attention is computed under masks.
 _KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
-# Largest size in bytes of a block's mask. On a GPU the limit is higher, since every block repeats
-# the keys for their groups.
-BLOCK_BYTES = {"cpu": 1 << 22}
-OTHER_BLOCK_BYTES = 1 << 28
-
 
 def block_len(query: Tensor, key_len: int, mask_heads: int, implementation: str) -> int:
     """Return how many queries to attend with at once, so that a mask over the keys stays small."""
+    # On a GPU the limit is higher, since every block repeats the keys for their groups.
     limit = BLOCK_BYTES.get(query.device.type, OTHER_BLOCK_BYTES)
     element = query.element_size() if implementation == "eager" else 1
     return max(limit // (element * query.shape[0] * mask_heads * key_len), 1)
