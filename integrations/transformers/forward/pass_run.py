@@ -60,7 +60,6 @@ class PassRun:
         pending: The keys and values handed out to a layer whose attention function has not been
             called yet; None if none is awaited.
         alone: The layers before and after which nothing is done.
-        whole: Whether the run is for all layers, and calls each of them as the decoder does.
         propagated: For each layer that dropped tokens, the positions it passed on.
         seen: The keys and values of a layer that was run until its queries were known.
         held: The hidden states that go into the next stage; None before they are known.
@@ -87,7 +86,6 @@ class PassRun:
         self._queries, self._reach, self._masks = made.at_queries, at.reach, at.masks
         self._appends = appends = made.at_queries.keys is KeyUse.APPEND
         self.stage = made.stage
-        self.whole = made.stage is None and made.around is None
         self.held: Tensor | None = None
         self.attended: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.later: Any = None
@@ -143,7 +141,8 @@ class PassRun:
             return self.part._collected(around, hidden, kwargs)
         if self.made.around is not None:
             return self.made.around(self, around, hidden, kwargs)
-        assert self.stage is not None
+        if self.stage is None:
+            return self.run_layer(around, hidden, kwargs)
         last, then = self.stage.stage.last, self.made.then
         if around.index <= last:
             output = self.run_layer(around, hidden, kwargs)

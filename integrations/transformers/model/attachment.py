@@ -58,8 +58,7 @@ class AroundLayer:
             kwargs = by_name(self.module, args, kwargs)
             # The first argument after self.
             hidden = kwargs.pop(list(signature(type(self.module).forward).parameters)[1])
-        run_layer = run.run_layer if run.whole else run.layer
-        return run_layer(self, hidden, kwargs)
+        return run.layer(self, hidden, kwargs)
 
     def remove(self) -> None:
         """Give the layer the `forward` again that it had before."""
