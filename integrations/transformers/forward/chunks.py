@@ -220,7 +220,7 @@ class AtEnd(InPrompt):
             return queries, new_valid
         return chunks.shown(index, queries, at.reach.valid), new_valid
 
-    def saliency(self, at: PassState, context: LayerContext) -> Tensor:
+    def summed(self, at: PassState, context: LayerContext) -> Tensor:
         """Return the saliency of a layer's keys, whose scorer has summed over the chunks before."""
         carried = _wider(self.carried[context.layer_idx], context.key_len)
         order = at.masks.order

@@ -157,8 +157,7 @@ class Select(AtEnd):
             whole = None if near.counts is None else near.counts == context._held_len
             layer.store(*held, near.kept(None), counts=near.counts, whole=whole)
             return
-        summed = context.layer_idx in self.carried
-        saliency = self.saliency(at, context) if summed else None
+        saliency = self.saliency(at, context)
         decision = at.policy.decide(context, checks=self.checks, saliency=saliency)
         if decision.undecided is not None:
             undecided = decision.undecided.among(near.short)
@@ -177,7 +176,7 @@ class Select(AtEnd):
         """
         index = context.layer_idx
         remembered = index in self.history.layers
-        saliency = self.saliency(at, context) if index in self.carried else None
+        saliency = self.saliency(at, context)
         decision = at.policy.decide(
             context, remembered=remembered, checks=self.checks, saliency=saliency
         )
@@ -208,6 +207,10 @@ class Select(AtEnd):
         else:
             whole = None if counts is None else counts == context._held_len
             layer.store(*held, kept, decision.state, counts=counts, whole=whole)
+
+    def saliency(self, at: PassState, context: LayerContext) -> Tensor | None:
+        """Return the saliency of a layer's keys if it is known; None to ask the scorer."""
+        return self.summed(at, context) if context.layer_idx in self.carried else None
 
     @staticmethod
     def _store_closed_up(
@@ -295,7 +298,7 @@ class ChooseTokens(AtEnd):
         if index != self._layer and index not in self.history.layers:
             return
         context = self.context(at, index, inputs, stored)
-        saliency = self.saliency(at, context) if index in self.carried else None
+        saliency = self.summed(at, context) if index in self.carried else None
         if index == self._layer:
             passed = at.policy.decide_restart(context, saliency)
             self.passed = None if passed is None else passed.to(at.reach.valid.device)
