@@ -288,49 +288,36 @@ class CachePolicy:
         if not isinstance(context, LayerContext):
             check_kind("context", context, LayerContext)
         own = DeferredChecks() if checks is None else checks
-        # Autocast would round the scores to half precision, where many tokens tie.
-        with without_autocast(context.keys.device):
-            decision = self._decide(context, own, remembered, saliency)
-        if checks is None:
-            own.look()
-        return decision
-
-    def _decide(
-        self,
-        context: LayerContext,
-        checks: DeferredChecks,
-        remembered: bool,
-        saliency: Tensor | None,
-    ) -> Decision:
         propagates = not self._restarts and self._acts_at(context)
         selects, passes = self._selects_by_saliency, self._passes_by_saliency
         needed = selects or (propagates and passes) or remembered
-        state = None
+        state = kept = undecided = counts = None
         later = None if self.decoding is None else self.decoding.scorer
-        if later is not None and later.state_size:
-            own, state = updated(later, context, checks)
-            saliency = own if later == self.scorer else saliency
-        if needed and saliency is None:
-            saliency = self._saliency(context, checks)
-        kept = undecided = counts = None
-        if self.decides_later:
-            undecided = DeferredLayer.of(context, saliency if selects else None)
-        else:
-            tested = id(self.selector) in self._tested
-            kept, counts = kept_by(self.selector, saliency, context, checks, tested=tested)
-        passed = self._passed_on(context, checks, saliency) if propagates else None
+        # Autocast would round the scores to half precision, where many tokens tie.
+        with without_autocast(context.keys.device):
+            if later is not None and later.state_size:
+                summed, state = updated(later, context, own)
+                saliency = summed if later == self.scorer else saliency
+            if needed and saliency is None:
+                assert self.scorer is not None
+                tested = id(self.scorer) in self._tested
+                saliency = saliency_of(self.scorer, context, own, tested=tested)
+            if self.decides_later:
+                undecided = DeferredLayer.of(context, saliency if selects else None)
+            else:
+                tested = id(self.selector) in self._tested
+                kept, counts = kept_by(self.selector, saliency, context, own, tested=tested)
+            passed = None
+            if propagates:
+                tested = id(self.propagation) in self._tested
+                passed = passed_on_by(self.propagation, saliency, context, own, tested=tested)
+        if checks is None:
+            own.look()
         return Decision(kept, passed, state, saliency, undecided, counts)
 
     def _saliency(self, context: LayerContext, checks: DeferredChecks) -> Tensor:
         assert self.scorer is not None
-        tested = id(self.scorer) in self._tested
-        return saliency_of(self.scorer, context, checks, tested=tested)
-
-    def _passed_on(
-        self, context: LayerContext, checks: DeferredChecks, saliency: Tensor | None
-    ) -> Tensor | None:
-        tested = self._is_tested(self.propagation)
-        return passed_on_by(self.propagation, saliency, context, checks, tested=tested)
+        return saliency_of(self.scorer, context, checks, tested=self._is_tested(self.scorer))
 
     def score(self, context: LayerContext) -> Tensor:
         """Compute a layer's saliency only because later layers read it; no tokens are chosen.
@@ -382,7 +369,8 @@ class CachePolicy:
         with without_autocast(context.keys.device):
             if self.propagation.needs_saliency and saliency is None:
                 saliency = self._saliency(context, checks)
-            passed = self._passed_on(context, checks, saliency)
+            tested = self._is_tested(self.propagation)
+            passed = passed_on_by(self.propagation, saliency, context, checks, tested=tested)
         checks.look()
         return passed
 

@@ -31,13 +31,11 @@ def head_budgets(
         that hold equally many tokens and equally many protected ones.
     """
     available, fixed = torch.stack([valid.sum(dim=-1), protected.sum(dim=-1)]).tolist()
-    return [
-        [
-            budget.count(seen_len=seen, available=tokens, protected=always)
-            for tokens, always in zip(*heads, strict=True)
-        ]
-        for seen, *heads in zip(seen_len, available, fixed, strict=True)
-    ]
+    budgets = []
+    for seen, *heads in zip(seen_len, available, fixed, strict=True):
+        row = zip(*heads, strict=True)
+        budgets.append([budget.count(seen_len=seen, available=a, protected=p) for a, p in row])
+    return budgets
 
 
 def row_budgets(

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
 from transformers import GenerationMixin
 
 from kvpolicy.errors import UnsupportedGenerationError
@@ -38,7 +37,8 @@ def _refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = any(isinstance(each, PolicyCache) for each in (*args, *kwargs.values()))
-        if given or _has_cache(self):
+        attached = any(users_of(each) for each in self.modules() if hasattr(each, "config"))
+        if given or attached or applied_to(self) is not None:
             raise UnsupportedGenerationError(
                 f"{name} must not be called with a PolicyCache, or for a model that has a cache "
                 "attached or a policy applied: continuous batching uses its own cache, on which "
@@ -50,9 +50,3 @@ def _refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     entry._kvpolicy_wraps = original  # type: ignore[attr-defined]
     return entry
-
-
-def _has_cache(model: nn.Module) -> bool:
-    return applied_to(model) is not None or any(
-        users_of(each) for each in model.modules() if hasattr(each, "config")
-    )

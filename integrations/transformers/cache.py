@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from kvpolicy.checks import check_count
 from kvpolicy.description import describe
 from kvpolicy.errors import CacheInUseError
-from kvpolicy.integrations.transformers.adapters import check_adapters
 from kvpolicy.integrations.transformers.dispatched import DispatchedCache
 from kvpolicy.integrations.transformers.fitting import (
+    check_adapters,
     check_bounded,
     check_room,
     find_heads,
@@ -371,7 +371,7 @@ class PolicyCache(DispatchedCache):
             raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
         self._reader.abandon_forward()
         if tokens_to_remove:
-            self._reader.end_answer()
+            self._reader.answer.end()
         if tokens_to_remove and self._reader.now.chunks is not None:
             raise ValueError("tokens_to_remove must be 0 while a prompt is read in chunks")
         count = -tokens_to_remove
@@ -430,7 +430,7 @@ class PolicyCache(DispatchedCache):
                 f"rows must be indices of the cache's {self._reader.tokens.batch} rows, in "
                 f"[0, {self._reader.tokens.batch - 1}], got {rows.tolist()}"
             )
-        self._reader.end_answer()
+        self._reader.answer.end()
         self._reader.tokens = tokens = self._reader.tokens.take_rows(rows)
         for layer in self.layers:
             layer.take_rows(rows, tokens)

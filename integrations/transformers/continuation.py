@@ -29,13 +29,7 @@ class Given:
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Find the ids, embeddings and mask among the arguments of a `generate` call.
-
-        Raises:
-            TypeError: An input is not a tensor.
-            ValueError: An input has fewer than two axes, or the inputs differ in their number of
-                rows.
-        """
+        """Find and check the ids, embeddings and mask among a `generate` call's arguments."""
         name = "input_ids" if "input_ids" in kwargs else "inputs"
         ids = kwargs.get(name, args[0] if args else None)
         embeds = kwargs.get("inputs_embeds")
@@ -54,10 +48,7 @@ class Given:
 
     @property
     def context_len(self) -> int | None:
-        """The number of columns of the whole conversation; None if it is unknown.
-
-        The ids may be the new ones only, under a mask over the whole conversation.
-        """
+        """The number of columns of the whole conversation; None if it is unknown."""
         read = self.ids if self.embeds is None else self.embeds
         if read is None:
             return None
@@ -86,12 +77,7 @@ class Given:
             )
 
     def check_same(self, seen: SeenTokens | None) -> None:
-        """Check that a whole conversation begins with the ids that the cache has read.
-
-        Raises:
-            ValueError: It begins with other ids, or the mask changes tokens that were read; see
-                `read_past`.
-        """
+        """Check that a whole conversation begins with the ids that the cache has read."""
         ids, mask = self.ids, self._flat_mask
         if seen is None or ids is None or self.embeds is not None or ids.ndim != 2:
             return

@@ -25,7 +25,7 @@ def _noting(name: str, place: int) -> Callable[..., Any]:
 
     def method(self: DispatchedCache, *args: Any, **kwargs: Any) -> Any:
         index = kwargs["layer_idx"] if "layer_idx" in kwargs else args[place]
-        self._run().note_state(index)
+        self._run().updated.add(index)
         return getattr(super(DispatchedCache, self), name)(*args, **kwargs)
 
     return method
@@ -85,7 +85,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         """
         if layer_idx is not None and self._reader.tokens is not None:
             # With Transformers 5.17 a model then takes the state from the layer and writes to it.
-            self._run().note_state(layer_idx)
+            self._run().updated.add(layer_idx)
         return bool(super().has_previous_state(layer_idx, state_idx))
 
     get_conv_state = _noting("get_conv_state", 0)
@@ -99,7 +99,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         Some models define caches of their own with this method and `set_linear_cache`, and replace
         the state whole.
         """
-        self._run().note_state(layer_idx)
+        self._run().updated.add(layer_idx)
         layer = self.layers[layer_idx].recurrent
         assert layer is not None
         state: Tensor | None = layer.recurrent_states[0]

@@ -247,15 +247,12 @@ def read(
         input_ids: ``[batch, len]``, padded on the left.
         attention_mask: ``[batch, len]``, 0 on padding; None without padding.
     """
-    keep = {} if "logits_to_keep" not in _parameters(model) else {"logits_to_keep": 1}
+    takes = "logits_to_keep" in inspect.signature(model.forward).parameters
+    keep = {"logits_to_keep": 1} if takes else {}
     with torch.no_grad(), cache.attached(model):
         cache.start_turn()
         given = {"attention_mask": attention_mask, CACHE: cache, **keep}
         model(input_ids[:, cache.get_seq_length() :], **given)
-
-
-def _parameters(model: Any) -> Any:
-    return inspect.signature(model.forward).parameters
 
 
 def left_padded(

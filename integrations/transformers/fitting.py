@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -13,16 +14,18 @@ from kvpolicy.integrations.transformers.model.parallel import HeadSharding
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
 from kvpolicy.integrations.transformers.state.recurrent import layer_for, link
+from kvpolicy.integrations.transformers.surface import CACHE, names_in
 from kvpolicy.policy import CachePolicy
+
+# These adapters replace the caller's cache with a cache of their own, filled with learnt keys and
+# values.
+CACHES_OF_THEIR_OWN = ("PREFIX_TUNING", "CARTRIDGE")
 
 
 def fit(reader: ForwardDispatcher, parts: ModelParts, loaded_for: ModelFingerprint | None) -> None:
     """Make an empty cache's layers for a model, or check that a filled cache fits it.
 
-    Args:
-        reader: The dispatcher of the cache.
-        parts: The model.
-        loaded_for: The model that filled a cache which was loaded from a file; None for others.
+    ``loaded_for`` is the model that filled a cache which was loaded from a file.
     """
     if reader.tokens is None:
         room = reserved_slots(reader.policy, reader.max_new_tokens)
@@ -86,10 +89,7 @@ def check_bounded(reader: ForwardDispatcher) -> None:
 
 
 def _check_flash(reader: ForwardDispatcher, parts: ModelParts) -> None:
-    """Check that flash attention can attend to what a cache holds, without a mask.
-
-    Under another attention implementation, layers may have chosen among the tokens of a window.
-    """
+    """Check that what a cache holds needs no mask, which flash attention cannot take."""
     for index, (layer, window) in enumerate(zip(reader.layers, parts.windows, strict=True)):
         held, lacks = layer.positions, ""
         if layer.contents.ragged:
@@ -165,3 +165,29 @@ def _check_precision(reader: ForwardDispatcher, saved: torch.dtype, own: torch.d
             f"has recurrent layers or has read images, got {own}; their states are stored in this "
             "precision"
         )
+
+
+def check_adapters(model: Any) -> None:
+    """Check that no adapter of a model would replace a `PolicyCache` or overlook it."""
+    # While a `PeftModel` generates, the model inside asks it to prepare the inputs.
+    prepares = vars(model).get("prepare_inputs_for_generation")
+    for each in (model, getattr(prepares, "__self__", None)):
+        config = getattr(each, "active_peft_config", None)
+        kind = getattr(config, "peft_type", None)
+        name = str(getattr(kind, "value", kind))
+        if name in CACHES_OF_THEIR_OWN:
+            raise UnsupportedModelError(
+                f"peft_type of the model's adapter must not be {name} with a PolicyCache: it "
+                "generates with a cache of its own, on which no policy acts; use an adapter in "
+                "the layers (such as LoRA), or PROMPT_TUNING"
+            )
+        # PEFT until 0.21 asks for the cache by its name before Transformers 5.24. It takes every
+        # token of an answer for a prompt then, with any cache, and puts its virtual tokens first.
+        learns = each is not model and getattr(config, "is_prompt_learning", False)
+        if learns and CACHE not in names_in(prepares):
+            raise UnsupportedModelError(
+                f"peft_type of the model's adapter must not be {name} with these versions: PEFT "
+                "does not find the cache of this Transformers, and puts its virtual tokens before "
+                "every token of an answer; use an older Transformers, a newer PEFT, or an adapter "
+                "in the layers (such as LoRA)"
+            )

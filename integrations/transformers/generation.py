@@ -299,13 +299,7 @@ def _answer_len(config: GenerationConfig, given: Given) -> int:
 
 
 def _check_chunks(model: Any, given: Given, kwargs: dict[str, Any], size: int, seen: int) -> None:
-    """Check that `generate` can cut these inputs into chunks of ``size`` columns.
-
-    Raises:
-        UnsupportedGenerationError: The inputs are embeddings, which `generate` does not cut, or a
-            chunk would end where a cut is not allowed.
-        UnsupportedModelError: See `cuts_of`.
-    """
+    """Check that `generate` can cut these inputs into chunks of ``size`` columns."""
     if given.embeds is not None:
         raise UnsupportedGenerationError(
             f"prefill_chunk_size must be None with inputs_embeds, got {size}: generate cuts only "

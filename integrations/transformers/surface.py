@@ -8,7 +8,6 @@ Fields of models' own configurations are not among them.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -23,12 +22,7 @@ from transformers.cache_utils import (
 )
 from transformers.generation import GenerationMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import (
-    create_masks_for_generate,
-    eager_mask,
-    flash_attention_mask,
-    sdpa_mask,
-)
+from transformers.masking_utils import create_masks_for_generate
 from transformers.pytorch_utils import Conv1D
 
 __all__ = [
@@ -45,19 +39,15 @@ __all__ = [
     "DynamicLayer",
     "GenerationMode",
     "LinearAttentionLayer",
-    "StandInConfig",
     "StaticLayer",
     "attention_functions",
     "cache_name",
     "cache_of",
     "calls_interface",
     "create_masks_for_generate",
-    "eager_mask",
-    "flash_attention_mask",
     "given_cache",
     "names_in",
     "sdpa_attention_forward",
-    "sdpa_mask",
 ]
 
 # The cache argument of modules and of `generate`: `cache` from 5.24 on, `past_key_values` before,
@@ -122,37 +112,6 @@ def attention_functions(forward: Callable[..., Any]) -> tuple[Any, Any]:
     own: Any = inspect.unwrap(forward)
     interface = own.__globals__.get(_INTERFACE) if calls_interface(own) else None
     return interface, own.__globals__.get(_EAGER)
-
-
-class StandInConfig:
-    """A module's configuration that names another attention function, until it is taken away.
-
-    A copy of the module gets the original.
-
-    Args:
-        config: The module's own configuration.
-    """
-
-    def __init__(self, config: Any) -> None:
-        self.original = config
-        self.users = 0
-
-    attention_name: Any  # the name of the attention function, or a property that returns it
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        setattr(cls, ATTN_IMPLEMENTATION, cls.attention_name)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "original" or name.startswith("__"):  # asked for while a copy is being made
-            raise AttributeError(name)
-        return getattr(self.original, name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.original, memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return copy.copy, (self.original,)
 
 
 # The argument of layers with the distance of each query to each key, `[query_len, key_len]`, in

@@ -235,7 +235,7 @@ class _Sharing(Select):
     known: dict[Scorer, Tensor] | None = None
 
     def saliency(self, at: PassState, context: LayerContext) -> Tensor | None:
-        """See `AtEnd.saliency`."""
+        """See `Select.saliency`."""
         policy, scorer = at.policy, at.policy.scorer
         alike = policy.decoding is None and not policy.gapless and policy._selects_by_saliency
         if self.known is None or scorer is None or not alike or not policy._is_tested(scorer):

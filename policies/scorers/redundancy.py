@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvpolicy.attention import BLOCK_BYTES, OTHER_BLOCK_BYTES, query_key_products
+from kvpolicy.attention import block_bytes, query_key_products
 from kvpolicy.checks import check_count, check_kernel_size, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
@@ -118,7 +118,7 @@ class RedundancyScorer(Scorer):
         # Keys of zeros, which resemble none, fill the last run.
         others = functional.pad(directions, (0, 0, 0, -length % RUN)).transpose(-1, -2)
         whole = others.shape[-1]
-        limit = BLOCK_BYTES.get(directions.device.type, OTHER_BLOCK_BYTES) // 4  # bytes of float32
+        limit = block_bytes(directions.device) // 4  # bytes of float32
         width = min(max(limit // (RUN * whole), 1), heads)
         count = min(max(limit // (width * whole), 1), length)
         memory = directions.new_empty(width, count, whole)

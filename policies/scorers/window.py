@@ -43,15 +43,15 @@ class _PooledWindowScorer(Scorer):
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
         before = max(context.key_len - self.window_size, 0)
-        attention = self._observed(context)
+        attention = self._of_heads(causal_attention_sums(context), context)
         if not before:
             return torch.zeros_like(attention)
         pooled = self._pooled(attention[..., :before])
         return torch.constant_pad_nd(pooled, (0, attention.shape[-1] - before))
 
-    def _observed(self, context: LayerContext) -> Tensor:
-        """Return the last tokens' attention before pooling, float32 ``[batch, heads, key_len]``."""
-        return causal_attention_sums(context)
+    def _of_heads(self, attention: Tensor, context: LayerContext) -> Tensor:
+        """Return the attention ``[batch, heads, key_len]`` of the heads that are pooled."""
+        return attention
 
     @abc.abstractmethod
     def _pooled(self, attention: Tensor) -> Tensor:
@@ -108,8 +108,7 @@ class WindowMaxPoolScorer(_PooledWindowScorer):
         check_kind("group_first", self.group_first, bool)
         check_kind("peak_first", self.peak_first, bool)
 
-    def _observed(self, context: LayerContext) -> Tensor:
-        attention = super()._observed(context)
+    def _of_heads(self, attention: Tensor, context: LayerContext) -> Tensor:
         if not self.group_first:
             return attention
         if context._stored is None:

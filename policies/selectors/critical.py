@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.attention import BLOCK_BYTES, OTHER_BLOCK_BYTES, group_mean
+from kvpolicy.attention import block_bytes, group_mean
 from kvpolicy.checks import check_amount, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.host_counts import known_counts
@@ -111,7 +111,7 @@ def output_norms(context: LayerContext) -> Tensor:
             "only values"
         )
     group = context.query_heads // context.kv_heads
-    limit = BLOCK_BYTES.get(weight.device.type, OTHER_BLOCK_BYTES)
+    limit = block_bytes(weight.device)
     step = max(limit // (4 * context.batch * weight.shape[2]), 1)  # in pieces, to limit memory
     norms = torch.zeros(context.positions.shape, device=context.keys.device)
     for head in range(context.query_heads):

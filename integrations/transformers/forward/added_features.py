@@ -32,8 +32,6 @@ class AddedFeatures:
         rows: ``[batch, new_len]`` int64, the row of a token's features; -1 on tokens without
             features.
         features: By layer, ``[count, hidden]``.
-        after: Whether the features are added after the layer; else before.
-        names: The decoder's names for the mask and the features.
     """
 
     rows: Tensor
@@ -58,14 +56,7 @@ class AddedFeatures:
     def joined(
         chunks: Sequence[AddedFeatures | None], valid: Sequence[Tensor]
     ) -> AddedFeatures | None:
-        """Combine the image features of a prompt's chunks into one table for the whole prompt.
-
-        The result is None if no chunk has features.
-
-        Args:
-            chunks: The features of each chunk.
-            valid: The valid columns of each chunk, ``[batch, new_len]``.
-        """
+        """Combine the image features of a prompt's chunks into one table; None without any."""
         given = [each for each in chunks if each is not None]
         if not given:
             return None
@@ -92,13 +83,7 @@ class AddedFeatures:
         return attrs.evolve(self, rows=rows.masked_fill(slots.to(rows.device) < 0, -1))
 
     def added(self, hidden: Tensor, layer_idx: int, slots: Tensor | None) -> Tensor:
-        """Add a layer's image features to the hidden states ``[batch, count, hidden]``.
-
-        Args:
-            hidden: Hidden states of the tokens in ``slots``.
-            layer_idx: Index of the layer.
-            slots: ``[batch, count]`` int64, -1 on padding; None for all tokens.
-        """
+        """Add a layer's image features to the hidden states of the tokens in ``slots``."""
         features = self.features.get(layer_idx)
         if features is None or not len(features):
             return hidden

@@ -27,8 +27,6 @@ class OuterCall:
         keep_last: Number of last tokens whose outputs are asked for; None for all.
         ids: Ids of the tokens, if the decoder gets embeddings.
         kinds: ``[batch, new_len]`` int8, the `TokenKind` of the tokens; None if unknown.
-        types: Types of the tokens, by the names of arguments.
-        has_reached: Whether the call has reached the decoder.
     """
 
     keep_last: int | None = None
@@ -68,10 +66,7 @@ class OuterCall:
         return kinds[:, :count]
 
     def masks_made_outside(self, arguments: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-        """Return whether an outer model makes the masks, and the arguments with the caller's mask.
-
-        If so, the arguments get the outer model's own mask.
-        """
+        """Return whether an outer model makes the masks, and the arguments to read."""
         made, outer, noted = arguments.get("attention_mask"), self._mask, self._noted
         self._mask, self._noted = None, False
         if not isinstance(outer, Tensor) or outer.ndim != 2:
@@ -93,9 +88,6 @@ class Arriving:
     """A forward whose arguments are about to be checked, with its outer call and the cache's state.
 
     Args:
-        model: What is known of the model and of the policy placed on it.
-        outer: The call of the model around the decoder.
-        now: What the cache has read.
         starts: Whether the policy acts on the forward, or at the end of the prompt that it belongs
             to.
         ends: Whether the policy acts at its end.
@@ -114,19 +106,13 @@ class Arriving:
     def read(self, arguments: dict[str, Any]) -> tuple[Call, Incoming, AddedFeatures | None]:
         """Read and check the arguments with which the decoder is called.
 
-        If a model around the decoder makes the masks, the decoder gets these masks. Padding is then
-        read from the mask that the outer model was called with.
-
-        Returns:
-            What the forward asks for; its tokens; and features to add to hidden states between
-            layers, in place of the decoder.
+        Returns what the forward asks for, its tokens, and features to add to hidden states between
+        layers in place of the decoder. If a model around the decoder makes the masks, the decoder
+        gets these, and padding is read from the mask that the outer model was called with.
 
         Raises:
-            TypeError: See `read_inputs`.
-            ValueError: See `read_inputs`.
             UnsupportedModelError: The policy cannot act on this forward of the model, for example
                 because the context exceeds a sliding window.
-            UnsupportedGenerationError: See `check_tokens`.
         """
         model, parts, outer, starts = self.model, self.model.parts, self.outer, self.starts
         if parts.own_caches_only:
@@ -218,12 +204,7 @@ class Arriving:
 
 
 def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
-    """Check that recurrent layers can continue from their states with a forward's tokens.
-
-    Raises:
-        UnsupportedModelError: A row has padding behind its tokens, tokens read before have become
-            padding, or several tokens come where the model can only take one.
-    """
+    """Check that recurrent layers can continue from their states with a forward's tokens."""
     if incoming.moved is not None:
         raise UnsupportedModelError(
             "attention_mask must not turn tokens already read into padding if layers are "

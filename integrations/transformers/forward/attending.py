@@ -46,11 +46,6 @@ class _SharedKeys:
 class LayerAttention:
     """Prepares the arguments of one layer at a time, and then computes the layer's attention.
 
-    Args:
-        call: What the forward asks for.
-        made: The pass.
-        at: Its tokens, and where they are at the current layer.
-
     Attributes:
         inside: Index of the layer whose attention runs; None before the first.
         packed: Whether the layer must still attend to packed keys.
@@ -130,10 +125,7 @@ class LayerAttention:
     def _distances(
         self, index: int, kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], Tensor | None]:
-        """Return a layer's arguments without distances of queries and keys, and these distances.
-
-        The distances are None if the layer takes none.
-        """
+        """Return a layer's arguments without distances of queries and keys, and these."""
         given = kwargs.get(DISTANCES)
         if given is None:
             return kwargs, None
@@ -276,12 +268,8 @@ class LayerAttention:
 def check_states_skip_nothing(valid: Tensor, started: Tensor) -> None:
     """Check that no recurrent layer would read padding after a row's tokens.
 
-    A row that passes on fewer tokens than another, or restarts with fewer, is padded before these
-    tokens.
-
-    Args:
-        valid: bool ``[batch, reaching_len]``, the tokens that reach the layer, False on padding.
-        started: bool ``[batch]``, rows in which tokens were read before this forward.
+    A row that passes on fewer tokens than another, or restarts with fewer, is padded before them.
+    Only rows in which tokens were read before, the ``started`` ones, then skip padding.
     """
     between = started.to(valid.device) & ~valid.all(dim=1)
     if bool(between.any()):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
+from kvpolicy.attention import block_bytes
 from kvpolicy.integrations.transformers.model.masks import Mask, Visibility, first_seen
 from kvpolicy.integrations.transformers.model.routing import Attend, is_plain
 
@@ -23,22 +24,11 @@ from kvpolicy.integrations.transformers.model.routing import Attend, is_plain
 # If it does not exist, attention is computed under masks.
 _KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
-# Largest size in bytes of a block's mask. On a GPU the limit is higher, since every block repeats
-# the keys for their groups.
-BLOCK_BYTES = {"cpu": 1 << 22}
-OTHER_BLOCK_BYTES = 1 << 28
-
 
 def block_len(query: Tensor, key_len: int, mask_heads: int, implementation: str) -> int:
-    """Return how many queries to attend with at once, so that a mask stays small.
-
-    Args:
-        query: ``[batch, query_heads, query_len, head_dim]``.
-        key_len: Number of keys that a query of the block may see.
-        mask_heads: Number of heads of the mask.
-        implementation: The model's attention implementation.
-    """
-    limit = BLOCK_BYTES.get(query.device.type, OTHER_BLOCK_BYTES)
+    """Return how many queries to attend with at once, so that a mask over the keys stays small."""
+    # On a GPU the limit is higher, since every block repeats the keys for their groups.
+    limit = block_bytes(query.device)
     element = query.element_size() if implementation == "eager" else 1
     return max(limit // (element * query.shape[0] * mask_heads * key_len), 1)
 
@@ -88,10 +78,8 @@ class Blocks:
 
     Args:
         implementation: The model's attention implementation; its masks must be tensors.
-        lower_right: The causal mask, shared with other layers.
         keys: ``[batch, 1 or kv_heads, key_len]`` int64 positions, -1 on padding; None if the mask
             is causal, without padding and window.
-        queries: ``[batch, query_len]`` int64 positions, -1 on padding.
         window: Number of places a query sees, its own included, or its `Chunk`; None for all places
             up to its own.
     """
@@ -111,19 +99,7 @@ class Blocks:
         value: Tensor,
         **kwargs: Any,
     ) -> Tensor:
-        """Compute the attention of all queries of a layer, one block of queries at a time.
-
-        Args:
-            attend: The module's attention function.
-            module: The attention module.
-            query: ``[batch, query_heads, query_len, head_dim]``.
-            key: ``[batch, kv_heads, key_len, head_dim]``, all keys that the layer sees.
-            value: ``[batch, kv_heads, key_len, head_dim]``.
-            kwargs: Further arguments that the module gives its function.
-
-        Returns:
-            ``[batch, query_len, query_heads, head_dim]``.
-        """
+        """Compute the attention of all queries of a layer, one block of queries at a time."""
         query_len, key_len = query.shape[2], key.shape[2]
         on_gpu, casts = query.device.type == "cuda", _casts(query)
         if self.keys is None and self.implementation == "sdpa" and on_gpu and not casts:
@@ -184,10 +160,7 @@ class Blocks:
 
 
 def _casts(query: Tensor) -> bool:
-    """True if autocast is on for a query's device.
-
-    Autocast converts the inputs of public functions, but not those of the kernel used here.
-    """
+    """True if autocast is on, which converts inputs of public functions but not of this kernel."""
     return torch.is_autocast_enabled(query.device.type)
 
 
@@ -195,16 +168,7 @@ def joined(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> 
     """Attend without a mask tensor: fully to earlier keys, causally to the queries' own keys.
 
     A mask, which the CPU kernel reads for every product, makes attention take half as long again.
-    The two parts are combined by their sums of exponentials.
-
-    Args:
-        query: ``[batch, query_heads, query_len, head_dim]``.
-        key: ``[batch, kv_heads, key_len, head_dim]``, the last of which are the queries' own.
-        value: ``[batch, kv_heads, key_len, head_dim]``.
-        scaling: Factor on the products; None for the usual one.
-
-    Returns:
-        ``[batch, query_len, query_heads, head_dim]``.
+    The two parts are combined by their sums of exponentials. The last keys are the queries' own.
     """
     assert _KERNEL is not None
     query_len, before = query.shape[2], key.shape[2] - query.shape[2]

@@ -23,14 +23,7 @@ MIN_WINDOWS = 2
 
 
 class ChunkWindows:
-    """The layers with a window in a pass, which hold only the tokens in it after the chunk.
-
-    Args:
-        at: The pass.
-
-    Attributes:
-        layers: Their indices.
-    """
+    """The layers with a window in a pass, which hold only the tokens in it after the chunk."""
 
     def __init__(self, at: PassState) -> None:
         self._at = at
@@ -45,19 +38,11 @@ class ChunkWindows:
         self._narrowed: set[int] = set()
 
     def never_choose(self, index: int) -> bool:
-        """True if the policy has nothing to choose in a layer at the prompt's end.
-
-        Every row is longer than the layer's window already.
-        """
+        """True if all rows outgrow a layer's window, so that the policy never chooses there."""
         return index in self.layers and min(self._at.seen_len) > self._windows[index]
 
     def narrow(self, index: int, stored: tuple[Tensor, Tensor], *, one_choice: bool) -> Tensor:
-        """Evict the tokens of a layer that its window no longer sees after the chunk.
-
-        Returns:
-            ``[batch, kv_heads or 1, held_len]`` int64, the slots that the layer holds now, -1 on
-            padding.
-        """
+        """Evict what a layer's window no longer sees after the chunk; return the slots held."""
         at, window, keys = self._at, self._windows[index], stored[0]
         layer, heads = at.layers[index], 1 if one_choice else keys.shape[1]
         positions = at.masks.positions(layer, heads, keys.device)

@@ -60,13 +60,10 @@ class Chunks:
     def with_chunk(
         self, valid: Tensor, queries: Mapping[int, Tensor], carried: Mapping[int, Tensor]
     ) -> Chunks:
-        """Return a copy of the record with one more chunk of the prompt.
+        """Return a copy of the record with one more chunk, whose columns are ``valid``.
 
-        Args:
-            valid: ``[batch, new_len]`` bool, the chunk's columns.
-            queries: By layer, the chunk's queries from `first_needed` on. Layers may be added
-                later.
-            carried: By layer, the scorer's state, this chunk included. Layers may be added later.
+        ``queries`` are its queries from `first_needed` on, and ``carried`` the scorer's state, by
+        layer. Layers may be added to both later.
         """
         own = valid[:, self.first_needed(valid) :]
         columns = own if self.valid is None else torch.cat([self.valid, own], dim=1)
@@ -94,25 +91,16 @@ class Chunks:
         return torch.cat([*held, queries], dim=2) if held else queries
 
     def first_needed(self, valid: Tensor) -> int:
-        """Return the column where the trailing queries that the policy looks at begin.
-
-        It is 0 if there are fewer.
-        """
+        """Return the column where the trailing queries begin that the policy looks at."""
         if self.num_queries is None:
             return 0
         enough = valid.flip(1).cumsum(dim=1).flip(1) >= self.num_queries
         return max(int(enough.all(dim=0).sum()) - 1, 0)
 
     def shown(self, index: int, queries: Tensor, new_valid: Tensor) -> Tensor:
-        """Return the trailing queries that the policy looks at, joined over all chunks of a layer.
+        """Return a layer's trailing queries that the policy looks at, joined over all chunks.
 
-        Args:
-            index: Index of the layer.
-            queries: Queries of the last chunk, ``[batch, query_heads, new_len, head_dim]``.
-            new_valid: ``[batch, new_len]`` bool, the last chunk's tokens.
-
-        Returns:
-            ``[batch, query_heads, query_len, head_dim]``, as many as the policy looks at.
+        ``new_valid`` ``[batch, new_len]`` are the last chunk's tokens.
         """
         valid = new_valid if self.valid is None else torch.cat([self.valid, new_valid], dim=1)
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)
@@ -124,13 +112,7 @@ class Chunks:
         return joined.gather(2, places)
 
     def prompt_valid(self, new_valid: Tensor) -> Tensor:
-        """Return which columns of the whole prompt are tokens, as bool ``[batch, prompt_len]``.
-
-        Padding comes before tokens.
-
-        Args:
-            new_valid: ``[batch, new_len]`` bool, the last chunk's tokens.
-        """
+        """Return which columns of the whole prompt are tokens, moved behind each row's padding."""
         length = self.columns + new_valid.shape[1]
         lens = new_valid.sum(dim=1)
         first = length - (lens if self.row_lens is None else self.row_lens + lens)
@@ -141,8 +123,6 @@ class Remember(InPrompt):
     """Remember the queries of a prompt's chunk until the prompt ends, when the policy acts.
 
     Args:
-        chunks: The chunks before it.
-        history: See `InPrompt`.
         only: The layers whose queries are needed; None for all layers.
     """
 
@@ -221,7 +201,6 @@ class AtEnd(InPrompt):
 
     Args:
         chunks: The chunks before the last; None if the prompt came in one forward.
-        history: See `InPrompt`.
     """
 
     padding_first = True
@@ -229,28 +208,22 @@ class AtEnd(InPrompt):
     def __init__(self, chunks: Chunks | None = None, history: History | None = None) -> None:
         super().__init__(history)
         self._chunks = chunks
+        self.carried = {} if chunks is None else chunks.carried
 
     def shown(self, at: PassState, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries of all chunks of the prompt; see `InPrompt.shown`."""
         chunks = self._chunks
         if chunks is None:
-            return super().shown(at, index, queries)
+            return queries, at.reach.valid
         new_valid = chunks.prompt_valid(at.reach.valid)
-        if at.policy.num_queries == 0:
-            return queries[:, :, :0], new_valid
-        if index in chunks.carried or index not in chunks.asked:
+        if index in self.carried or index not in chunks.asked:
             return queries, new_valid
         return chunks.shown(index, queries, at.reach.valid), new_valid
 
-    def saliency(self, at: PassState, context: LayerContext) -> Tensor | None:
-        """Return the saliency of a layer's keys, if its scorer has summed over the chunks before.
-
-        None if the policy's scorer is to be asked as usual.
-        """
-        chunks, index = self._chunks, context.layer_idx
-        if chunks is None or index not in chunks.carried:
-            return None
-        carried, order = _wider(chunks.carried[index], context.key_len), at.masks.order
+    def summed(self, at: PassState, context: LayerContext) -> Tensor:
+        """Return the saliency of a layer's keys, whose scorer has summed over the chunks before."""
+        carried = _wider(self.carried[context.layer_idx], context.key_len)
+        order = at.masks.order
         if order is not None:
             carried = gather_slots(
                 carried, order.to(carried.device).expand(-1, carried.shape[1], -1)
@@ -264,10 +237,7 @@ class AtEnd(InPrompt):
 
 
 def sums_over_all(policy: CachePolicy) -> bool:
-    """True if a policy's scorer only sums over all queries, so that it can score by chunk.
-
-    Other scorers may give different results chunk by chunk.
-    """
+    """True if a scorer only sums over all queries; others may score chunk by chunk differently."""
     if policy.scorer is None or policy.history_layers:
         return False  # later layers see the saliency of every query head
     if policy.decoding is not None and policy.decoding.state_size:

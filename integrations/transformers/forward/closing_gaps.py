@@ -25,14 +25,8 @@ from kvpolicy.selection import gather_slots
 def closed_up(keys: Tensor, positions: Tensor, kept: Tensor, turns: RotaryChannels) -> Tensor:
     """Return the kept keys, each rotated to its place among the kept keys of its row.
 
-    Args:
-        keys: ``[batch, kv_heads, key_len, head_dim]``, rotated to their places among all of them.
-        positions: ``[batch, kv_heads, key_len]`` int64, -1 on padding.
-        kept: ``[batch, kv_heads, kept_len]`` int64, ascending; -1 on the left of shorter rows.
-        turns: How the layer rotates.
-
-    Returns:
-        ``[batch, kv_heads, kept_len, head_dim]``.
+    ``keys`` are rotated to their places among all of them, and ``kept`` is -1 on the left of
+    shorter rows.
     """
     places = _places(positions >= 0).gather(2, kept.clamp(min=0))
     return turns.moved(gather_slots(keys, kept), _places(kept >= 0) - places)

@@ -31,7 +31,7 @@ from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.layers import held_by, hold_again
+from kvpolicy.integrations.transformers.state.layers import follow, held_by, hold_again
 from kvpolicy.integrations.transformers.state.recurrent import link
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -47,13 +47,10 @@ class ForwardDispatcher:
     forward that goes beyond the end brings draft tokens, and is read as two.
 
     Args:
-        policy: Which tokens to keep.
-        storage: How keys and values are held.
         max_new_tokens: Answer tokens for which memory is reserved; None reserves none.
         layers: The layers of the cache; the cache's own list.
 
     Attributes:
-        now: What has been read.
         run: The run of the decoder that is under way; None without one.
         facts: What is known of the model that the cache was attached to last; None before.
         appends: Whether new turns are appended without the policy.
@@ -116,11 +113,6 @@ class ForwardDispatcher:
         return before + self.answer.seen_since(index)
 
     @property
-    def placed(self) -> CachePolicy:
-        """The policy, with its unset layer indices chosen for the attached model."""
-        return self.policy if self.facts is None else self.facts.policy
-
-    @property
     def acts_next(self) -> bool:
         """True if the policy acts on the next forward, or on the prompt that it is part of."""
         return self.now.tokens is None or self.now.starts_turn
@@ -133,7 +125,8 @@ class ForwardDispatcher:
     @property
     def may_evict(self) -> bool:
         """True if the policy acts on the next forward and may leave tokens out of the cache."""
-        return self.acts_next and not keeps_everything(self.placed, len(self.layers))
+        placed = self.policy if self.facts is None else self.facts.policy
+        return self.acts_next and not keeps_everything(placed, len(self.layers))
 
     @property
     def is_unhooked(self) -> bool:
@@ -147,10 +140,7 @@ class ForwardDispatcher:
 
     @property
     def makes_masks(self) -> bool:
-        """True if the current forward replaces the model's mask by one for each layer.
-
-        The model's mask is then used only for how the new tokens see each other.
-        """
+        """True if each layer gets a mask made here in the current forward."""
         run = self.at_work
         return run is not None and run.made.in_prompt and not run.at.first
 
@@ -168,56 +158,43 @@ class ForwardDispatcher:
     def reset(self) -> None:
         """Forget all that was read, so that the next forward reads a first prompt."""
         self.abandon_forward()
-        self.end_answer()
+        self.answer.end()
         for layer in self.layers:
             layer.reset()
         self.now = ReadState()
 
-    def end_answer(self, *, failed: bool = False) -> None:
-        """Take the keys of an answer back from Transformers' own layers, if they hold them."""
-        self.answer.end(failed=failed)
-
     def take_tokens(self, tokens: SeenTokens) -> None:
         """Replace the record of the tokens seen, here and in all layers of the cache."""
         self.tokens = tokens
-        for layer in self.layers:
-            layer.follow(tokens)
+        follow(self.layers, tokens)
 
     # Turns.
 
     def start_turn(self, prompt_len: int | None = None) -> None:
-        """Begin a turn in a hand-written loop, so that the policy acts on the next forward.
-
-        Args:
-            prompt_len: Columns of the turn's prompt, if it is read in several forwards (chunked
-                prefill): the policy then acts once, at the end of the prompt. None: the prompt is
-                read in one forward.
-        """
+        """Begin a turn in a hand-written loop; see `PolicyCache.start_turn`."""
         if prompt_len is not None:
             check_count("prompt_len", prompt_len, minimum=1)
         self._begin_turn(None if prompt_len is None else self.seen + prompt_len)
 
     def _begin_turn(self, prompt_end: int | None) -> None:
         self.abandon_forward()
-        self.end_answer()
+        self.answer.end()
         starts = not self.appends
         self.now = attrs.evolve(self.now, starts_turn=starts, prompt_end=prompt_end, chunks=None)
 
     @contextmanager
     def new_turn(
         self,
-        prompt_end: int | None = None,
+        prompt_end: int | None,
         *,
-        may_be_static: bool = False,
-        unhooked: int | None = None,
+        may_be_static: bool,
+        unhooked: int | None,
     ) -> Iterator[None]:
         """Start a turn for the length of a `with` block; undo it if its prompt was not read whole.
 
-        Args:
-            prompt_end: Number of columns of the whole context at the end of the prompt, if the
-                prompt may be read in several forwards or with draft tokens behind it.
-            may_be_static: Whether the answer may be decoded into buffers of a fixed size.
-            unhooked: The largest number of answer tokens if they may be decoded without hooks.
+        ``prompt_end`` is the number of columns of the whole context at the end of the prompt, if
+        this may be read in several forwards or with draft tokens behind it. ``unhooked`` is the
+        largest number of answer tokens if they may be decoded without hooks.
         """
         before, outer = self.recorded(), (self._in_generate, self.answer.may_be_static)
         self._begin_turn(prompt_end)
@@ -228,10 +205,10 @@ class ForwardDispatcher:
         try:
             yield
         except BaseException:
-            self.end_answer(failed=True)
+            self.answer.end(failed=True)
             raise
         finally:
-            self.end_answer()
+            self.answer.end()
             answer.most = None
             self._in_generate, answer.may_be_static = outer
             self.abandon_forward()
@@ -455,7 +432,7 @@ class ForwardDispatcher:
         assert held.layers is not None
         hold_again(layers, held.layers)
         for layer, own in zip(layers, self.layers, strict=True):
-            layer.facts = own.facts.of_copy()
+            layer.facts = attrs.evolve(own.facts, shows_queries=True, projection=None)
         link(layers)
         return {
             "policy": self.policy,

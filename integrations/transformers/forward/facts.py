@@ -7,8 +7,8 @@ from typing import Any
 import attrs
 
 from kvpolicy.declarations import declares
-from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
+from kvpolicy.integrations.transformers.forward.output_order import AttendedKeys
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.quirks import ModelQuirks
@@ -40,10 +40,7 @@ class ModelFacts:
     """A record of what is known of a model and its policy while a cache is attached.
 
     Args:
-        parts: The model's modules.
         policy: The policy, with the layers that it leaves open chosen for the model.
-        quirks: Which shortcuts are right on the model.
-        form: What layers return.
 
     Attributes:
         windows: Each layer's sliding window or chunk; None if it sees all tokens.
@@ -52,7 +49,6 @@ class ModelFacts:
             prompt.
         rotary: The decoder's rotary embedding, for index keys that are rotated late; None without.
         acting: The layers after which the policy drops tokens, or restarts.
-        restarts: Whether the policy restarts the prefill.
     """
 
     def __init__(
@@ -76,14 +72,12 @@ class Call:
     """The settings of one forward of the decoder, read from its arguments.
 
     Args:
-        model: What is known of the model and of the policy placed on it.
         implementation: The model's attention implementation, which may change between two calls.
         own_masks: Whether the model makes its masks outside the decoder, so that they may not be
             causal.
         narrows: Whether a layer may be run for only some of the tokens that reach it.
         keep_last: Number of last tokens whose outputs are asked for; None for all tokens that reach
             the end.
-        records: Whether the hidden states of all layers are asked for.
         attended: A record of the keys each layer attends to; None if attention weights are not
             asked for.
         probe: Finds the rotary embeddings and output projections that the policy's parts need; None

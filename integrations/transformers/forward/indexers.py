@@ -16,15 +16,10 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def new_places(layers: Sequence[PolicyLayer], slots: Tensor | None) -> Tensor | None:
-    """Return the position ids ``[axes, batch, new_len]`` of tokens for a layer's indexer.
+    """Return the position ids ``[axes, batch, new_len]`` of tokens for a layer's indexer, if any.
 
-    Args:
-        layers: The layers of the cache; a model that rotates index keys late gives position ids to
-            one of them.
-        slots: ``[batch, new_len]`` int64, the forward's tokens that reach the layer; None for all.
-
-    Returns:
-        None if the model gives none.
+    A model that rotates index keys late gives them to one of the layers. ``slots`` are the
+    forward's tokens that reach the layer; None for all.
     """
     given = (each.indexed.new_places for each in layers if each.indexed is not None)
     places = next((each for each in given if each is not None), None)
@@ -38,15 +33,10 @@ def with_positions(
     rotary: Rotary | None,
     order: Tensor | None,
 ) -> dict[str, Any]:
-    """Return a layer's arguments with the position ids that its indexer needs.
+    """Return a layer's arguments ``kwargs`` with the position ids that its indexer needs.
 
-    Args:
-        layer: The layer in the cache.
-        hidden: ``[batch, new_len, hidden]``, its input.
-        kwargs: Its other arguments, by name.
-        rotary: The decoder's rotary embedding, for the index keys that are held.
-        order: ``[batch, 1, key_len]`` int64, the slot that comes to each place; None keeps the
-            order.
+    ``rotary`` is the decoder's rotary embedding, for the index keys that are held; ``order`` is the
+    slot that comes to each place, None to keep the order.
     """
     if layer.blocks:  # blocks are counted by slot
         slots = torch.arange(hidden.shape[1], device=hidden.device) + layer.kept_len

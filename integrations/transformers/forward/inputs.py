@@ -31,7 +31,6 @@ class Incoming:
         moved: See `SeenTokens.with_padding`; None if nothing moved.
         new_valid: ``[batch, new_len]`` bool, False on padding.
         columns: ``[batch, new_len]`` bool, the same in the order of the input's columns.
-        padded: Whether any column is padding.
         order: ``[batch, new_len]`` int64, the input column that comes to each place; None if the
             columns keep their places.
         positions: ``[batch, new_len]`` int64, -1 on padding; None if they follow the tokens seen.
@@ -58,22 +57,13 @@ def read_inputs(
     seen: SeenTokens | None,
     *,
     acts: bool,
-    starts: bool | None = None,
-    ends: bool = True,
+    starts: bool,
+    ends: bool,
 ) -> Incoming:
     """Read and check the inputs, mask and positions of a decoder's forward.
 
-    Args:
-        arguments: By name, as the decoder takes them.
-        seen: The tokens the cache has seen; None if none.
-        acts: Whether the policy acts on this forward.
-        starts: Whether the forward starts a turn; ``acts`` if None.
-        ends: Whether the forward ends its prompt; before the end a row may have only padding.
-
-    Raises:
-        TypeError: See `inputs_of`; or position ids are not a tensor.
-        ValueError: There are no tokens, the batch size or the attention mask does not fit what
-            was seen, position ids do not fit the tokens, or a row is padded on the right.
+    The policy acts on it if ``acts``, and a turn begins if ``starts``. A row may have only padding
+    unless the prompt ``ends``.
     """
     inputs = inputs_of(arguments)
     batch, new_len = inputs.shape[:2]
@@ -98,7 +88,7 @@ def read_inputs(
         return _without_mask(arguments, seen, new_len)
     _check_shape(mask, batch, seen.seen, new_len)
     mask = mask.to(device=inputs.device, dtype=torch.bool)
-    tokens, moved = read_past(mask[:, : seen.seen], seen, starts=acts if starts is None else starts)
+    tokens, moved = read_past(mask[:, : seen.seen], seen, starts=starts)
     columns = mask[:, seen.seen :]
     if bool(columns.all()):
         arguments = _with_positions(arguments, tokens, columns)
@@ -197,15 +187,10 @@ def _check_shape(mask: Any, batch: int, seen: int, new_len: int) -> None:
 
 
 def read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenTokens, Tensor | None]:
-    """Compare a mask with the tokens read before, and find tokens that became padding.
+    """Compare the mask ``past`` ``[batch, seen]`` of tokens read before with what they were then.
 
-    Args:
-        past: ``[batch, seen]`` bool, False on padding.
-        seen: The tokens seen before.
-        starts: Whether a turn starts, so that the last tokens may become padding.
-
-    Returns:
-        See `SeenTokens.with_padding`; the second entry is None if nothing moved.
+    Only where a turn ``starts`` may the last tokens become padding. Returns what
+    `SeenTokens.with_padding` does; the second entry is None if nothing moved.
     """
     if torch.equal(past, seen.valid):
         return seen, None
@@ -237,10 +222,7 @@ def read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenToke
 def _with_positions(
     arguments: dict[str, Any], tokens: SeenTokens, columns: Tensor, *, padded: bool = False
 ) -> dict[str, Any]:
-    """Add position ids to the arguments, counting each row's tokens without its padding.
-
-    Nothing is added if the caller gives some, or if they would equal the columns.
-    """
+    """Add position ids that count each row's tokens, if none are given and columns would differ."""
     if arguments.get("position_ids") is not None or not (
         tokens.padded or tokens.skipped is not None or padded
     ):
@@ -273,12 +255,8 @@ def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str,
 def take_columns(value: Tensor, columns: Tensor, row_axis: int = 0, token_axis: int = 1) -> Tensor:
     """Take the given columns of each row from a tensor with an entry for each token.
 
-    Args:
-        value: A tensor whose ``row_axis`` has size ``batch`` or 1, and whose ``token_axis`` has the
-            tokens.
-        columns: ``[batch, count]`` int64; -1 counts as 0.
-        row_axis: The axis of rows, before the axis of tokens.
-        token_axis: The axis of tokens.
+    Its ``row_axis`` comes before its ``token_axis``, and has size ``batch`` or 1. ``columns`` are
+    ``[batch, count]``; -1 counts as 0.
     """
     index = columns.clamp(min=0).to(value.device)
     shape = [1] * value.ndim

@@ -61,10 +61,7 @@ class LaterLayers:
 
     Args:
         main: The run that the decoder's layers are called with.
-        last: The last chunk of the prompt.
-        staged: All chunks of the prompt.
         whole: The tokens seen, the prompt included.
-        stages: The stages that are still to be run.
 
     Attributes:
         waiting: The layers that choose when all layers were scored, by index.
@@ -171,10 +168,10 @@ class LaterLayers:
         # The tokens that layers held before the prompt, then those of the prompt read in this
         # stage.
         tokens = attrs.evolve(self._whole, appended=begun.appended, appended_ids=begun.appended_ids)
-        for layer in self._layers[stage.first + (reach.resumed is not None) : stage.last + 1]:
-            layer.follow(tokens)
+        follow(self._layers[stage.first + (reach.resumed is not None) : stage.last + 1], tokens)
         started, is_output = begun.lengths > 0, not self._others
-        looks = stage.looks or (is_output and self._may_look(stage.last))
+        narrows = self._layers[stage.last].plain and self._call.narrows
+        looks = stage.looks or (is_output and narrows)  # until queries and keys are known
         chunks, runs = Chunks(self._call.model.policy.num_queries), []
         for columns in self._columns[:-1]:
             positions = reach.positions[:, columns]
@@ -210,13 +207,9 @@ class LaterLayers:
         made = Pass(incoming, at_queries, stage=piece, features=features, **more)
         return PassRun(self._call, self._layers, made)
 
-    def _may_look(self, index: int) -> bool:
-        """True if a layer may be run only until its queries and keys are known."""
-        return self._layers[index].plain and self._call.narrows
-
 
 def pieces_of(staged: StagedPrompt, reach: SurvivingTokens) -> list[slice]:
-    """Return the columns of surviving tokens that each run through a range of layers reads.
+    """Return the columns of the pieces in which surviving tokens are read by a range of layers.
 
     No piece is longer than the longest chunk, and the last piece has the tokens of the last chunk.
     """
@@ -285,15 +278,9 @@ def passed_on(reach: SurvivingTokens, run: PassRun) -> SurvivingTokens:
 
 
 def taken_from(parts: Sequence[Tensor], columns: Tensor) -> Tensor:
-    """Take the given columns from the concatenation of several tensors.
+    """Take the columns ``[batch, count]`` from the concatenation of several tensors.
 
-    Args:
-        parts: ``[batch, len, ...]`` each; only their lengths may differ.
-        columns: ``[batch, count]`` int64, columns in the concatenation of all parts; -1 gives
-            zeros.
-
-    Returns:
-        ``[batch, count, ...]``.
+    The tensors are ``[batch, len, ...]``; -1 gives zeros.
     """
     columns = columns.to(parts[0].device)
     found = parts[0].new_zeros(*columns.shape, *parts[0].shape[2:])

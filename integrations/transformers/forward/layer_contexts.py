@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import attrs
-import torch
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
@@ -17,7 +14,6 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.layer_inputs import NO_DECODING, PLAIN_LAYER, DecodingInputs, LayerInputs
 from kvpolicy.part_calls import DeferredChecks
-from kvpolicy.policy import CachePolicy
 from kvpolicy.rotary import RotaryEmbedding
 from kvpolicy.selection import gather_slots
 
@@ -40,20 +36,8 @@ class History:
     longest: int = 0
     held: tuple[Tensor, ...] = ()
 
-    @staticmethod
-    def of(policy: CachePolicy, num_layers: int, choosing: Sequence[int]) -> History:
-        """Return the record with which a forward begins, without saliencies."""
-        longest = policy.history_layers
-        layers = policy.remembered_layers(num_layers, choosing) if longest else frozenset[int]()
-        return History(layers, longest)
-
     def noted(self, saliency: Tensor, context: LayerContext) -> History:
-        """Return a copy with the saliency of one more layer, without those no longer needed.
-
-        Args:
-            saliency: ``[batch, heads, key_len]``.
-            context: The context of that layer.
-        """
+        """Return a copy with the saliency of one more layer, without those no longer needed."""
         new = saliency[..., context.key_len - context.new_len :]
         new = new.float().masked_fill(~context.new_valid[:, None], 0.0)
         return attrs.evolve(self, held=(*self.held, new)[-self.longest :])
@@ -67,10 +51,6 @@ class History:
                 for each in self.held
             ),
         )
-
-    def shown(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the saliencies on a layer's device, for `LayerInputs.history`."""
-        return tuple(each.to(device) for each in self.held)
 
 
 def layer_context(
@@ -93,23 +73,9 @@ def layer_context(
 ) -> LayerContext:
     """Build the `LayerContext` in which a policy sees one layer.
 
-    Args:
-        index: Index of the layer.
-        num_layers: Number of layers of the model.
-        layer: The layer in the cache.
-        inputs: The queries, keys and values of its attention, and how scores are made of them.
-        positions: See `LayerContext`.
-        new_valid: See `LayerContext`, on any device.
-        seen_len: See `LayerContext`.
-        queries: The queries to show; None for those of ``inputs``.
-        stored: The keys and values that the layer holds, from which attention may have computed
-            those in ``inputs``; None if parts are shown what the layer holds.
-        tokens: The tokens seen, for their kinds; None if all tokens are text.
-        held_len: See `LayerContext`.
-        decoding: See `LayerContext`.
-        rotary: See `LayerInputs`, as for what follows.
-        output_weight: See `LayerInputs`.
-        history: See `LayerInputs`.
+    ``inputs`` are what its attention gets, and ``queries`` those to show if not all. ``stored`` is
+    what the layer holds, from which attention may compute keys of more heads; None if parts are
+    shown what it holds. ``tokens`` are asked for the kinds of tokens.
     """
     keys = inputs.keys
     # Compared by number of heads, since keys may be changed and still be one for each head.
@@ -147,7 +113,6 @@ class InPrompt(AtQueries):
 
     Attributes:
         history: The same, with the layers of this pass.
-        checks: Checks on the answers of parts at earlier layers.
     """
 
     asks = True
@@ -158,12 +123,12 @@ class InPrompt(AtQueries):
 
     def begin(self, at: PassState) -> None:
         """Begin the record of the saliencies that layers give; see `AtQueries.begin`."""
-        policy, count = at.policy, len(at.layers)
+        policy, layers = at.policy, enumerate(at.layers)
         self.history = self._history or History()
         if self._history is None and policy.history_layers:
-            layers = enumerate(at.layers)
             choosing = [i for i, each in layers if each.attends and at.masks.windows[i] is None]
-            self.history = History.of(policy, count, choosing)
+            remembered = policy.remembered_layers(len(at.layers), choosing)
+            self.history = History(remembered, policy.history_layers)
 
     def drop(self, slots: Tensor) -> None:
         """See `AtQueries.drop`."""
@@ -175,11 +140,14 @@ class InPrompt(AtQueries):
         """Build the `LayerContext` that the policy gets of a layer; see `AtQueries.observe`."""
         layer, policy = at.layers[index], at.policy
         queries, new_valid = self.shown(at, index, inputs.queries)
-        held = inputs.keys.shape[2]
+        count, held = policy.num_queries, inputs.keys.shape[2]
+        if count is not None:
+            queries = queries[:, :, max(queries.shape[2] - count, 0) :]
         if held < new_valid.shape[1]:  # behind a window in a prompt in chunks; see `chunk_windows`
             new_valid = new_valid[:, -held:]
             queries = queries[:, :, max(queries.shape[2] - held, 0) :]
-        positions = at.masks.positions(layer, inputs.keys.shape[1], inputs.keys.device)
+        device, earlier = inputs.keys.device, self.history.held
+        positions = at.masks.positions(layer, inputs.keys.shape[1], device)
         return layer_context(
             index,
             len(at.layers),
@@ -191,14 +159,12 @@ class InPrompt(AtQueries):
             queries=queries,
             stored=stored,
             tokens=at.tokens,
-            history=self.history.shown(inputs.keys.device) if self.history.held else (),
+            history=tuple(each.to(device) for each in earlier) if earlier else (),
             held_len=at.reach.seen_by(layer),
             rotary=layer.facts.rotary(at.gapless) if policy.needs_rotary else None,
             output_weight=layer.facts.weight(inputs.values) if policy.needs_output_weight else None,
         )
 
     def shown(self, at: PassState, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the last queries, as many as the policy reads, and the mask of real new tokens."""
-        count = at.policy.num_queries
-        first = 0 if count is None else max(queries.shape[2] - count, 0)
-        return queries[:, :, first:], at.reach.valid
+        """Return the queries of the prompt so far, at least its last ones, and its real tokens."""
+        return queries, at.reach.valid

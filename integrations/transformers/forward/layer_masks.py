@@ -34,13 +34,6 @@ class LayerMasks:
     """A maker of the attention masks of all layers in one pass, called layer by layer.
 
     Args:
-        call: What the forward asks for.
-        layers: The layers of the cache.
-        reach: The tokens that reach the current layer.
-        incoming: The tokens of the pass, and those seen before.
-        tokens: The tokens seen, those of the pass included.
-        first: Whether nothing was read before the pass.
-        in_prompt: Whether the pass belongs to a prompt.
         padding_first: Whether keys are moved so that each row's padding comes before its tokens.
 
     Attributes:
@@ -84,7 +77,7 @@ class LayerMasks:
         self.sees_all = not call.model.causal and first
         self.may_be_own = (call.own_masks or self.sees_all) and reach.count > 1
         self._combined: Tensor | None = None  # positions of the current layer's keys
-        self._causal: dict[tuple[int, int, bool], Mask] = {}  # by lengths, and if None is allowed
+        self._causal: dict[tuple[int, int], Mask] = {}  # by lengths
         self._own: dict[int, tuple[Any, Spans | None]] = {}  # by the id of the mask
         self._lower_right = LowerRight()
         self._new_positions: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
@@ -109,24 +102,18 @@ class LayerMasks:
         self._combined = combined
 
     def enter_packed(self, index: int) -> bool:
-        """True if a layer's one new token can attend to keys held unpadded, without a mask.
-
-        This is so for one new token that sees all slots.
-        """
+        """True if a layer's only new token sees all slots, and can attend to them unpadded."""
         layer = self._layers[index]
         packed = (
-            layer.plain
-            and not self._in_prompt
+            not self._in_prompt
             and may_attend(layer.contents.held)
             and self._reach.count == 1
             and self._implementation == "sdpa"
             and self._spares
-            and layer.facts.shows_queries
+            and self.may_narrow(index)
             and not layer.facts.expands
-            and index not in self.lenders
             and self._call.attended is None
             and self._moved is None
-            and self.windows[index] is None
             and not self._has_gaps
         )
         if packed:
@@ -152,10 +139,7 @@ class LayerMasks:
         return new if held is None else torch.cat([held.expand(-1, kv_heads, -1), new], dim=2)
 
     def valid_slots(self, layer: PolicyLayer) -> Tensor | None:
-        """Return which key slots of a layer hold tokens; None if no slot is padding.
-
-        It is ``[batch, 1 or kv_heads, key_len]`` bool.
-        """
+        """Return which slots ``[batch, 1 or kv_heads, key_len]`` hold tokens; None if all do."""
         if self._combined is None:
             return None
         differ = layer.contents.ragged or self._moved is not None
@@ -187,8 +171,7 @@ class LayerMasks:
     def _check_own_window(self, index: int) -> None:
         """Check that a layer whose window counts columns gets no padding between tokens.
 
-        Without padding, columns are at most as far apart as positions, so that the layer's window
-        hides nothing that the mask shows.
+        Without it, columns are at most as far apart as positions, so that the mask hides as much.
         """
         held = self._layers[index].kept_len and not self._padding_first
         if held and self.windows[index] is not None and not bool(self._reach.valid.all()):
@@ -233,15 +216,7 @@ class LayerMasks:
         own: Spans | None,
         count: int | None = None,
     ) -> Visibility:
-        """Return what tokens that reach the layer see of ``keys``; see `Visibility`.
-
-        Args:
-            keys: ``[batch, 1 or kv_heads, key_len]`` int64, the positions of the keys.
-            heads: Number of query heads.
-            window: The layer's sliding window.
-            own: See `own`.
-            count: How many tokens, which are the last ones; None for all.
-        """
+        """Return what the last ``count`` tokens that reach the layer see of ``keys``."""
         first = 0 if count is None else self._reach.valid.shape[1] - count
         places = self._reach.positions[:, first:].to(keys.device)
         if own is not None:
@@ -253,11 +228,7 @@ class LayerMasks:
     def mask(
         self, index: int, hidden: Tensor, own: Spans | None = None, *, blocks: bool = False
     ) -> Mask:
-        """Make the attention mask that fits the keys that a layer holds; None if it needs none.
-
-        Returns:
-            See `Visibility.mask`; None if no mask is needed.
-        """
+        """Make the mask that fits the keys of a layer, or set ``blocks``; None without a mask."""
         layer, window = self._layers[index], self.windows[index]
         if self._implementation in FLASH:
             window = None  # its kernel applies the window
@@ -273,7 +244,12 @@ class LayerMasks:
             self.blocks = self._blocks_of(index, hidden.device)
             return None
         if plain:
-            return self._causal_mask(layer.kept_len + query_len, query_len, hidden, spare=spare)
+            lengths = layer.kept_len + query_len, query_len
+            if lengths not in self._causal:
+                self._causal[lengths] = causal_mask(
+                    *lengths, self._implementation, hidden.dtype, hidden.device
+                )
+            return self._causal[lengths]
         positions = self.positions(layer, layer.choices, hidden.device)
         # Heads may hold different tokens. This matters only if some are padding or outside of the
         # window: otherwise every held token is before all queries.
@@ -283,19 +259,6 @@ class LayerMasks:
             positions = positions[:, :1]  # some layers take one mask for all heads
         seen = self.visibility(positions, layer.facts.query_heads, window, own)
         return seen.mask(self._implementation, hidden.dtype)
-
-    def _causal_mask(self, key_len: int, query_len: int, hidden: Tensor, *, spare: bool) -> Mask:
-        key = key_len, query_len, spare
-        if key not in self._causal:
-            self._causal[key] = causal_mask(
-                key_len,
-                query_len,
-                implementation=self._implementation,
-                dtype=hidden.dtype,
-                device=hidden.device,
-                spare=spare,
-            )
-        return self._causal[key]
 
     def may_narrow(self, index: int) -> bool:
         """True if a layer may compute its output for only some of its tokens.

@@ -50,8 +50,6 @@ class LayerProbe:
     """A finder of the layers' rotary embeddings and output projections, for one forward.
 
     Args:
-        parts: The model.
-        policy: The policy.
         rotary: Whether a part rotates keys or queries, or the cache rotates kept keys.
         output_weight: Whether a part reads the weights of output projections.
         known: Rotary embeddings that layers were given, with the frequencies found for each.
@@ -108,7 +106,7 @@ class LayerProbe:
         gapless: Gapless | None,
         implementation: str,
     ) -> None:
-        """Prepare a layer that is about to run on a few tokens, and call `find` for it."""
+        """Try a layer that is about to run, and note what the policy needs to know of it."""
         axis = reach.token_axis(hidden)
         length = hidden.shape[axis]
         last = torch.arange(max(length - 2, 0), length, device=reach.valid.device)
@@ -118,14 +116,8 @@ class LayerProbe:
             for name, value in reach.arguments(kwargs).items()
         }
         if layer.indexed is not None:  # its indexer reads the mask
-            mask = causal_mask(
-                last.shape[0],
-                last.shape[0],
-                implementation=implementation,
-                dtype=hidden.dtype,
-                device=hidden.device,
-                spare=False,
-            )
+            lengths = last.shape[0], last.shape[0]
+            mask = causal_mask(*lengths, implementation, hidden.dtype, hidden.device)
             assert isinstance(mask, Tensor)
             here["attention_mask"] = mask.expand(hidden.shape[0], -1, -1, -1)
         attention = self.parts.attentions[around.index]
@@ -144,20 +136,8 @@ class LayerProbe:
             places = gapless.places(everything[:, None])[:, 0]
         elif before.skipped is not None:
             places = (everything - before.skipped[:, None]).clamp(min=0)
-        self.find(layer, entering, places, everything >= 0)
-
-    def find(self, layer: PolicyLayer, entering: LayerTrial, places: Tensor, valid: Tensor) -> None:
-        """Find a layer's rotary embedding and output projection, if the policy needs them.
-
-        Args:
-            layer: The layer in the cache.
-            entering: The model's layer, about to run.
-            places: ``[batch, new_len]`` int64, the positions at which the forward's tokens are
-                read.
-            valid: ``[batch, new_len]`` bool, False on padding.
-        """
         if self.rotary:
-            layer.facts.turns = self._turns(layer, entering, places, valid)
+            layer.facts.turns = self._turns(layer, entering, places, everything >= 0)
         if self.output_weight and layer.facts.projection is None:
             layer.facts.projection = self._tried(entering, entering.projection)
             if layer.facts.projection is None:

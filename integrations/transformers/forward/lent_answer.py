@@ -129,14 +129,9 @@ class LentAnswer:
     def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
         """Return the attention mask that `generate` must give the model in the next forward.
 
-        Before the first decoded token, it lends the keys to buffers of a fixed size.
-
-        Args:
-            attention_mask: ``[batch, columns]``, the mask of all tokens.
-
-        Returns:
-            For a prompt, the same mask. For a decoded token, a placeholder ``[1, 1, 1, 1]``, since
-            every layer has a mask of its own.
+        For a prompt it is the same mask. For a decoded token it is a placeholder ``[1, 1, 1, 1]``,
+        since every layer has a mask of its own; the first one lends the keys to buffers of a fixed
+        size.
         """
         reader = self._of
         if reader.acts_next:
@@ -196,10 +191,7 @@ class LentAnswer:
         return kept + query_len, seen - kept
 
     def settle(self, *, drops_last: bool = False) -> None:
-        """Update the layers and the record of seen tokens by the tokens written since.
-
-        A token that not every layer has written yet does not count.
-        """
+        """Update layers and record by the tokens that every layer has written since."""
         reader = self._of
         if self.cache is None:
             return
@@ -239,11 +231,9 @@ class LentAnswer:
     def end(self, *, failed: bool = False) -> None:
         """Take the keys back and register the hooks again.
 
-        A last token that not every layer has written is forgotten.
-
-        Args:
-            failed: Whether something failed. A failure behind the layers leaves no trace, so the
-                last token is forgotten in any case; it can be read again.
+        A last token that not every layer has written is forgotten. If something ``failed``, the
+        last token is forgotten in any case, since a failure behind the layers leaves no trace; it
+        can be read again.
         """
         self._may_begin = False
         if self.cache is None:
@@ -298,10 +288,8 @@ def moved_positions(arguments: dict[str, Any], tokens: SeenTokens) -> dict[str, 
 
 
 def _same_arguments(given: dict[str, Any], used: dict[str, Any]) -> bool:
-    if given.keys() != used.keys():
-        return False
-    return all(used[name] is value or _equal(used[name], value) for name, value in given.items())
+    def same(one: Any, other: Any) -> bool:
+        tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return one is other or (tensors and torch.equal(one, other))
 
-
-def _equal(one: Any, other: Any) -> bool:
-    return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return given.keys() == used.keys() and all(same(used[name], given[name]) for name in given)

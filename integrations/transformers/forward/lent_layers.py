@@ -41,11 +41,7 @@ class Lent:
 
 
 class LentKeys(Lent, DynamicLayer):  # type: ignore[misc]
-    """A layer that grows, for rows and heads that hold equally many tokens.
-
-    Args:
-        layer: The cache's layer, which lends its keys and values.
-    """
+    """A layer that grows, for rows and heads that hold equally many tokens."""
 
     def __init__(self, layer: PolicyLayer) -> None:
         super().__init__()
@@ -68,11 +64,7 @@ class LentKeys(Lent, DynamicLayer):  # type: ignore[misc]
 
 
 class LentBuffers(Lent, StaticLayer):  # type: ignore[misc]
-    """A layer of a fixed size: the cache layer's own buffers, with its room behind the slots held.
-
-    Args:
-        layer: The cache's layer.
-    """
+    """A layer of a fixed size: the cache layer's own buffers, with its room behind the slots."""
 
     def __init__(self, layer: PolicyLayer) -> None:
         keys, values = layer.claim()
@@ -105,10 +97,6 @@ class LentHeads(Lent):
     Each head of each row has a `DynamicLayer` without padding, so that its attention needs no mask.
     `attend` is called in place of the layer's attention function. It recognises its call by the
     keys that `update` returned, which are only those of the new token.
-
-    Args:
-        layer: The cache's layer.
-        module: The layer's attention module.
     """
 
     def __init__(self, layer: PolicyLayer, module: nn.Module) -> None:

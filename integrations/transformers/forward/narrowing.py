@@ -32,13 +32,8 @@ def few_go_on(
 ) -> bool:
     """True if a layer passes on so few tokens that a second run for only these saves time.
 
-    Args:
-        propagation: Which tokens layers pass on; it acts at the layer. If it decides by content,
-            the number of these tokens is unknown, and the answer is True.
-        index: Index of the layer.
-        num_layers: Number of layers of the model.
-        seen: Number of tokens of the longest row's context.
-        new_len: Number of tokens that reach the layer.
+    ``seen`` is the number of tokens of the longest row's context, of which ``new_len`` reach the
+    layer.
     """
     if propagation.decides_by_content:  # the number is known only from queries and keys
         return True
@@ -56,7 +51,6 @@ class Narrowed:
         slots: ``[batch, passed_len]`` int64, the slots among the keys of the tokens passed on,
             ascending; -1 on padding.
         valid: ``[batch, 1 or kv_heads, key_len]`` bool, False on padding; None without padding.
-        implementation: The model's attention implementation.
     """
 
     keys: Tensor
@@ -70,15 +64,6 @@ class Narrowed:
 
         A block sees the keys up to its last token. So about half of a full score matrix is
         computed, and no mask is larger than a block's.
-
-        Args:
-            attend: The module's attention function.
-            module: The attention module.
-            query: ``[batch, query_heads, passed_len, head_dim]``.
-            kwargs: Further arguments that the module gives its function.
-
-        Returns:
-            ``[batch, passed_len, query_heads, head_dim]``.
         """
         if self.implementation in FLASH:
             # Flash attention depends on the order of keys, in which the tokens passed on have gaps.

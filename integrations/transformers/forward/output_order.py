@@ -1,4 +1,4 @@
-"""Put a decoder's output into the order of the input's columns, if these were moved."""
+"""Put a decoder's output into the order of the input's columns: states and attention weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,74 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+
+
+@attrs.define(eq=False)
+class AttendedKeys:
+    """A record of the positions of the keys that every layer attends to in a forward.
+
+    A layer holds its tokens without gaps, and without the padding of the input. If it holds every
+    token, its attention weights can be given by the columns of the input, as without a cache.
+
+    Args:
+        layers: Layers that attend; for other layers no attention weights are returned, or None.
+    """
+
+    layers: list[int]
+    _positions: dict[int, Tensor] = attrs.field(factory=dict)
+
+    def note(self, index: int, positions: Tensor) -> None:
+        """Record the positions of the keys that a layer attends to, -1 on padding."""
+        self._positions[index] = positions
+
+    def in_columns(
+        self, attentions: tuple[Tensor | None, ...], tokens: SeenTokens, order: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Reorder the returned attention weights by input columns, for layers that hold all tokens.
+
+        ``attentions`` are those of every layer, or of those that attend. ``order`` ``[batch,
+        new_len]`` is the input column of each query; None for the order of the input. Weights are 0
+        on padding. They are unchanged for a layer that has evicted tokens or never got some.
+        """
+        alone = len(attentions) == len(self.layers)
+        return tuple(
+            attention
+            if attention is None or index not in self._positions
+            else _in_columns(attention, self._positions[index], tokens, order)
+            for index, attention in zip(
+                self.layers if alone else range(len(attentions)), attentions, strict=True
+            )
+        )
+
+
+def _in_columns(
+    attention: Tensor, positions: Tensor, tokens: SeenTokens, order: Tensor | None
+) -> Tensor:
+    device = attention.device
+    positions, valid = positions.to(device), tokens.valid.to(device)
+    lengths = tokens.lengths.to(device)[:, None]
+    queries = attention.shape[2]
+    whole = (positions >= 0).sum(dim=-1) == lengths
+    if not bool(whole.all()) or (order is not None and order.shape[1] != queries):
+        return attention
+    # The column of each position, and one more column for padding.
+    batch, heads, _ = positions.shape
+    seen = tokens.seen
+    own = (valid.cumsum(dim=1) - 1).masked_fill(~valid, seen)
+    columns = torch.full((batch, seen + 1), seen, device=device)
+    columns.scatter_(1, own, torch.arange(seen, device=device).expand(batch, -1))
+    columns[:, seen] = seen
+    flat = positions.masked_fill(positions < 0, seen).flatten(1)
+    index = columns.gather(1, flat).view_as(positions)
+    index = index.repeat_interleave(attention.shape[1] // heads, dim=1)
+    index = index[:, :, None].expand(-1, -1, queries, -1)
+    wide = attention.new_zeros(*attention.shape[:3], seen + 1)
+    wide = wide.scatter(3, index, attention)[..., :seen]
+    if order is None:
+        return wide
+    return take_columns(wide.transpose(1, 2), order.argsort(dim=1).to(device)).transpose(1, 2)
 
 
 def in_input_order(
@@ -23,16 +88,9 @@ def in_input_order(
 ) -> Any:
     """Return a decoder's output with its tokens back in the order of the input.
 
-    Hidden states after tokens were dropped are left unchanged, in the order of the tokens that were
-    passed on. Attention weights are by input column, where nothing was evicted.
-
-    Args:
-        output: The decoder's output.
-        tokens: The tokens seen, those of the forward included.
-        columns: ``[batch, new_len]`` int64, the order in which the input's columns were read; None
-            if it is the order of the input.
-        propagated: For each layer that dropped tokens, the tokens it passed on.
-        attended: The keys each layer attended to; None if attention weights are not asked for.
+    The input's columns were read in the order ``columns``; None if they were not moved. Hidden
+    states after tokens were dropped are left unchanged, in the order of the tokens that were passed
+    on. Attention weights are by input column, where nothing was evicted.
     """
     if attended is not None and isinstance(output, tuple):
         # Hidden states have three axes, attention weights four.
@@ -84,11 +142,7 @@ class Filling:
     def filled(self, index: int, hidden: Tensor, slots: Tensor | None, axis: int) -> Tensor:
         """Return a layer's output with zeros at the places of the tokens that it does not have.
 
-        Args:
-            index: Index of the layer.
-            hidden: Its output.
-            slots: ``[batch, passed_len]`` int64, the places of its tokens; None if it has all.
-            axis: The axis of tokens, which follows that of rows.
+        ``slots`` ``[batch, passed_len]`` are the places of those that it has; None if it has all.
         """
         if slots is None:
             return hidden
@@ -135,13 +189,7 @@ def _changed(
 
 
 def joined_outputs(first: Any, second: Any) -> Any:
-    """Concatenate a decoder's outputs for earlier and later tokens, as of one forward.
-
-    Args:
-        first: The decoder's output for the earlier tokens, a `ModelOutput`.
-        second: The output for the later tokens, a `ModelOutput` or a tuple whose first entry is the
-            last hidden state.
-    """
+    """Concatenate a decoder's outputs for earlier and later tokens, as of one forward."""
     if isinstance(second, tuple):
         return (torch.cat([first[0], second[0]], dim=1), *second[1:])
     second.last_hidden_state = torch.cat([first.last_hidden_state, second.last_hidden_state], dim=1)

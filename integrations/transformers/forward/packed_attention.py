@@ -78,13 +78,7 @@ def may_attend(held: object) -> bool:
 def packed_attention(query: Tensor, held: Packed, scaling: float | None) -> Tensor:
     """Compute the attention of one new token per row to all packed keys and values.
 
-    Args:
-        query: ``[batch, query_heads, 1, head_dim]``.
-        held: The layer's keys and values, with the token itself appended.
-        scaling: Factor on products; None for ``head_dim ** -0.5``.
-
-    Returns:
-        ``[batch, 1, query_heads, value_dim]``, as attention functions give it.
+    Its own are appended already. The result is ``[batch, 1, query_heads, value_dim]``.
     """
     (keys, values), recent = held.parts()
     new_keys, new_values = (each.flatten(0, 1) for each in recent)

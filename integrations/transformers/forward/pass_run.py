@@ -43,6 +43,7 @@ from kvpolicy.integrations.transformers.model.routing import (
 )
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import follow
+from kvpolicy.integrations.transformers.state.packed import Packed
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_slots
 
@@ -53,23 +54,14 @@ class PassRun:
     The layers of a model may be on several devices. Tensors about the tokens are on the device of
     the inputs. A layer's tensors, and its context, are on the device of its keys.
 
-    Args:
-        call: What the forward asks for.
-        layers: The layers of the cache.
-        made: The pass.
-
     Attributes:
-        made: The pass.
         at: Its tokens, and where they are at the current layer.
-        tokens: The tokens seen, those of the pass included.
-        attention: The attention of its layers.
         attentions: The attention module of each layer; None if a layer has none that can be seen.
         pending: The keys and values handed out to a layer whose attention function has not been
             called yet; None if none is awaited.
         alone: The layers before and after which nothing is done.
         propagated: For each layer that dropped tokens, the positions it passed on.
         seen: The keys and values of a layer that was run until its queries were known.
-        stage: The layers that the pass is for; None for all layers.
         held: The hidden states that go into the next stage; None before they are known.
         attended: Keys and values of the layer inside which the stage has ended, and which of them
             are tokens (None: all); None if it ends behind a layer.
@@ -144,10 +136,7 @@ class PassRun:
         return self.call.model.form.of(hidden)
 
     def layer(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Run a layer for all that reaches it; return what the next layer gets.
-
-        While chunks of a prompt arrive, layers behind the first drop return at once.
-        """
+        """Run a layer for all that reaches it; behind the first drop, only at the prompt's end."""
         if self.part is not None:
             return self.part._collected(around, hidden, kwargs)
         if self.made.around is not None:
@@ -168,11 +157,6 @@ class PassRun:
 
     def run_layer(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
         """Run a layer for the tokens of this run that reach it; return what the next layer gets.
-
-        Args:
-            around: The layer.
-            hidden: ``[batch, new_len, hidden]``, its input.
-            kwargs: Its other arguments, by name.
 
         Raises:
             UnsupportedModelError: Tokens see later ones, or padding changes how the model reads a
@@ -258,9 +242,7 @@ class PassRun:
         """Run a layer just until its queries and keys are known and the policy has seen them.
 
         In a stage, the first layer that ever runs is run whole, to learn what layers return.
-
-        Returns:
-            ``[batch, 1 or kv_heads, key_len]`` bool, which of its keys are tokens; None if all are.
+        Returns which of the layer's keys are tokens; None if all are.
         """
         layer = self.layers[around.index]
         self.attention.inside = around.index
@@ -313,12 +295,8 @@ class PassRun:
     ) -> tuple[Tensor, Tensor]:
         """Add a layer's new keys and values; return all keys and values its attention must see.
 
-        Args:
-            index: Index of the layer.
-            keys: ``[batch, kv_heads, new_len, head_dim]``.
-            values: ``[batch, kv_heads, new_len, head_dim]``.
-            module: The layer's attention module, whose attention function will be called with
-                these; None if that cannot be seen.
+        ``module`` is the attention module whose function will get them; None if that cannot be
+        seen.
         """
         layer = self.layers[index]
         if layer.crossing is not None:
@@ -343,7 +321,10 @@ class PassRun:
         """Return a layer's held and new keys and values; store the new ones if the pass appends."""
         layer = self.layers[index]
         if self.attention.packed:
-            return Unpacked.pair(layer.append_packed(keys, values))
+            packed = layer.contents.held
+            assert isinstance(packed, Packed)
+            layer.held = packed = packed.appended(keys, values)
+            return Unpacked.pair(packed)
         if self._appends and index not in self._queries.holding_anew:
             keys, values = layer.append(keys, values, self.at.before, self.made.missing)
         else:
@@ -353,7 +334,7 @@ class PassRun:
             if order is not None:
                 keys, values = gather_slots(keys, order), gather_slots(values, order)
         if layer.indexed is not None:
-            layer.indexed.attend_to(keys)
+            layer.indexed.attended = keys
         return keys, values
 
     def update_index(self, index: int, keys: Tensor) -> Tensor:
@@ -366,10 +347,6 @@ class PassRun:
         )
         return every
 
-    def note_state(self, index: int) -> None:
-        """Note that a recurrent layer has used the cache, by reading or writing its state."""
-        self.updated.add(index)
-
     def attend(
         self,
         index: int,
@@ -380,34 +357,30 @@ class PassRun:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute a layer's attention by its own function, and show the policy its queries."""
-        if index in self.alone:
-            read = inputs.queries, inputs.keys, inputs.values
-            output = attend(module, *read, mask, **kwargs)
-            self._observe(index, inputs)
-            return output
-        temperature = self.call.model.temperatures[index]
+        given = self.pending
+        assert given is not None
+        temperature = None if index in self.alone else self.call.model.temperatures[index]
         if temperature is not None:
             places = self.attention.places
             queries = temperature.corrected(inputs.queries, self.at.before.seen, places)
             inputs = attrs.evolve(inputs, queries=queries)
-        if self._looking or index == self.made.ends_inside:
+        read = inputs.queries, inputs.keys, inputs.values
+        looks, again = self._looking or index == self.made.ends_inside, self.seen is not None
+        if looks:
             self.seen = inputs.keys, inputs.values
-            self._observe(index, inputs)
-            if self._looking and self.stage is not None and not self.call.model.form.known:
-                return attend(module, inputs.queries, inputs.keys, inputs.values, None, **kwargs)
+        elif index in self.alone:
+            output = attend(module, *read, mask, **kwargs)
+        else:
+            output = self.attention.attend(attend, module, inputs, mask, given, **kwargs)
+        self.pending = None
+        if not again:
+            self._queries.observe(self.at, index, inputs, given)
+        if self._looking and self.stage is not None and not self.call.model.form.known:
+            return attend(module, *read, None, **kwargs)
+        if looks:
             raise PassEnded
-        given = self.pending
-        assert given is not None
-        output = self.attention.attend(attend, module, inputs, mask, given, **kwargs)
-        if self.seen is None:
-            self._observe(index, inputs)
-        self.pending = self.seen = self.attention.narrowed = None
+        self.seen = self.attention.narrowed = None
         return output
-
-    def _observe(self, index: int, inputs: AttentionInputs) -> None:
-        assert self.pending is not None
-        stored, self.pending = self.pending, None
-        self._queries.observe(self.at, index, inputs, stored)
 
     # After a layer, and after the last.
 
@@ -448,10 +421,7 @@ class PassRun:
             )
 
     def _take_passed(self) -> Tensor | None:
-        """Return the indices of the tokens that the layer passes on, only once; None for all.
-
-        The tokens that a stage passes on are left for the next stage.
-        """
+        """Return the tokens that the layer passes on, once; None for all, or in a stage."""
         if self.stage is not None:
             return None
         passed, self._queries.passed = self._queries.passed, None
@@ -485,10 +455,7 @@ class PassRun:
         return tokens
 
     def in_order(self, output: Any) -> Any:
-        """Return the decoder's output with tokens in the order of the input.
-
-        The hidden states are those of the tokens that reached the end.
-        """
+        """Return the decoder's output with the tokens that reached the end in the input's order."""
         if self._filling is not None:
             output = self._filling.cut(output)
         if self.stage is not None and not self.stage.is_output and self.later is None:

@@ -41,17 +41,10 @@ class PassEnded(Exception):  # noqa: N818 -- not an error: it ends a run early
 class PassState:
     """The tokens of a running pass, and which of them reach the current layer.
 
-    Args:
-        call: What the forward asks for.
-        layers: The layers of the cache.
-        made: The pass.
-
     Attributes:
-        before: The tokens seen before the pass.
         tokens: The tokens seen, those of the pass included.
         first: Whether nothing was read before the pass.
         reach: The tokens that reach the current layer.
-        masks: What these tokens see there.
         last_hidden: ``[batch, hidden]``, the last layer's output for the last token; None before.
         started: ``[batch]`` bool, rows in which layers have read tokens before.
         prompt_end: Number of columns seen at the end of the prompt, if the pass belongs to one.
@@ -143,7 +136,7 @@ class AtQueries:
         return False
 
     def left_alone(self, at: PassState) -> frozenset[int]:
-        """Return the layers before and after which nothing is done in an unpadded first prompt.
+        """Return the layers at which an unpadded first prompt needs nothing but `observe`.
 
         All tokens reach them, and they pass on all. The first and the last layer are never among
         them.
@@ -153,13 +146,9 @@ class AtQueries:
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:
-        """Use the queries and keys of one layer, for example to choose the tokens to keep.
+        """Use what the attention of one layer gets, for example to choose the tokens to keep.
 
-        Args:
-            at: The pass under way.
-            index: Index of the layer.
-            inputs: What its attention function was given.
-            stored: The keys and values that the cache handed out to the layer.
+        ``stored`` are the keys and values that the cache handed out to the layer.
         """
 
     def drop(self, slots: Tensor) -> None:
@@ -175,7 +164,6 @@ class Pass:
     """A plan for one run of the decoder: its tokens, and what to do with their keys.
 
     Args:
-        incoming: Its tokens, and the decoder's arguments.
         at_queries: What is done in a layer, once its queries and keys are known, and what becomes
             of its keys.
         in_prompt: Whether its tokens belong to a prompt.
@@ -186,7 +174,6 @@ class Pass:
         stage: The layers it is for, and where hidden states enter; None for all layers.
         missing: Number of columns of a prompt in chunks that are still to be read, those of the
             pass included; 0 if the number is unknown.
-        features: Features to add to hidden states between layers, in place of the decoder.
         layers: The layers that it reads, in place of the cache's own; None for these.
         no_later: Why no token may see a later one; empty if it may.
         no_columns: Why attention may not count columns; empty if it may.

@@ -27,11 +27,7 @@ class Arrival:
     """A forward that is about to run, with all that decides which passes it takes.
 
     Args:
-        call: What it asks for.
         cache: The cache, as the decoder is given it.
-        layers: The layers of the cache.
-        incoming: Its tokens, and those seen before.
-        features: Features to add to hidden states between layers, in place of the decoder.
         starts: Whether the policy acts on it, or at the end of the prompt that it belongs to.
         ends: Whether it ends its prompt.
         missing: Number of columns of the prompt that are still to be read, those of the forward

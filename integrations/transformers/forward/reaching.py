@@ -65,10 +65,6 @@ class ReachingTokens:
 
         If there are several streams of hidden states, their axis is before the rows or behind the
         tokens.
-
-        Raises:
-            UnsupportedModelError: It gets another number of hidden states, or the axes of streams,
-                rows and tokens cannot be told apart.
         """
         if hidden.ndim == 4:
             rows = tuple(self.valid.shape)
@@ -110,10 +106,7 @@ class ReachingTokens:
         return take_columns(hidden, slots, axis - 1, axis)
 
     def slots_in(self, hidden: Tensor) -> Tensor | None:
-        """Return the indices of the tokens in a layer's output; None if it has all tokens.
-
-        The output may be that of the last tokens only.
-        """
+        """Return the indices of a layer's output tokens, maybe the last only; None if all."""
         count = hidden.shape[self.token_axis(hidden)]
         if self.slots is not None:
             return self.slots[:, -count:]
@@ -121,10 +114,7 @@ class ReachingTokens:
         return None if self.count == count else ends.expand(self.valid.shape[0], -1)
 
     def everything(self) -> Tensor:
-        """Return the indices ``[batch, new_len]`` of all tokens that reach the layer.
-
-        They are counted among these tokens; -1 on padding.
-        """
+        """Return the indices of all tokens that reach the layer, among these; -1 on padding."""
         slots = torch.arange(self.valid.shape[1], device=self.valid.device)
         return torch.where(self.valid, slots, -1)
 
@@ -154,10 +144,7 @@ class ReachingTokens:
         return (appended.shape[1],) * len(appended)
 
     def seen_by(self, layer: PolicyLayer) -> tuple[int, ...] | None:
-        """Return how many held and new tokens of each row a layer attends to; None if unknown.
-
-        See ``held_len`` of `LayerContext`.
-        """
+        """Return how many tokens of each row a layer attends to, ``held_len``; None if unknown."""
         contents = layer.contents
         if not self.counts_held:
             return None
@@ -175,16 +162,11 @@ _WHOLE = ("attention_mask", "cross_attention_states")
 
 
 def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[str, Any]:
-    """Return a layer's arguments, cut to the tokens in ``slots``.
+    """Return a layer's arguments, made for ``length`` tokens, cut to the tokens in ``slots``.
 
     Tensors with an entry for each token, such as rotary embeddings, are cut along the axis of
     tokens, which may follow other axes. The mask is not cut, and neither are tensors with an entry
     for each image patch.
-
-    Args:
-        kwargs: By name, for ``length`` tokens.
-        slots: ``[batch, count]`` int64, the tokens to take.
-        length: Number of tokens.
     """
     return {
         name: value if name in _WHOLE else _cut(value, slots, length)

@@ -28,7 +28,6 @@ class ReadState:
     """An immutable record of what a cache has read; by default it has read nothing.
 
     Args:
-        tokens: The tokens seen; None if none.
         propagated: For each layer that dropped tokens in the last prompt, the positions it passed
             on.
         starts_turn: Whether the next forward starts a turn, so that the policy acts on it.

@@ -46,11 +46,7 @@ class Columns:
     ) -> dict[str, Any]:
         """Cut the biases for query-key pairs in attention arguments to the keys in the cache.
 
-        Args:
-            arguments: By name.
-            queries: ``[batch, query_len]`` int64 original positions, -1 on padding.
-            keys: ``[batch, 1 or kv_heads, key_len]`` int64 original positions, -1 on padding.
-            query_heads: Number of query heads of the layer.
+        ``queries`` and ``keys`` are original positions, -1 on padding.
         """
         distances = queries[:, None, :, None] - keys[:, :, None, :]
         columns = self.queries.to(keys.device)[:, None] - distances

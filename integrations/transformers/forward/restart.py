@@ -24,11 +24,7 @@ from kvpolicy.selection import gather_positions
 
 
 def choosing_pass(model: ModelFacts, incoming: Incoming, features: AddedFeatures | None) -> Pass:
-    """Make the first pass of a restarted prefill, which only chooses the tokens to read again.
-
-    It ends inside the filter layer, once the queries and keys of that layer are known. The layer's
-    attention and MLP are not computed, and no later layer is.
-    """
+    """Make the first pass of a restart, which ends once the filter layer's queries are known."""
     check_positions(model.policy, incoming)
     (layer,) = model.acting
     propagation = model.policy.propagation
@@ -52,11 +48,7 @@ def choosing_pass(model: ModelFacts, incoming: Incoming, features: AddedFeatures
 def chosen_tokens(incoming: Incoming, chosen: Tensor | None, at: PassState) -> Incoming:
     """Return the chosen tokens as the second pass's input, at rotary positions without gaps.
 
-    Args:
-        incoming: The tokens of the first pass.
-        chosen: ``[batch, count]`` int64, the slots of the chosen tokens, -1 on padding; None for
-            all tokens.
-        at: The first pass.
+    ``chosen`` are slots ``[batch, count]`` of the first pass, which is ``at``; None for all tokens.
     """
     slots = at.reach.everything() if chosen is None else chosen
     valid = slots >= 0
@@ -84,10 +76,7 @@ def _arguments(incoming: Incoming, chosen: Tensor) -> dict[str, Any]:
 
 
 def check_positions(policy: CachePolicy, incoming: Incoming) -> None:
-    """Check that position ids given by the caller count each row's own tokens from 0.
-
-    Only such positions can be continued by a second pass, or by a policy that closes gaps.
-    """
+    """Check that given position ids count each row's own tokens from 0, as the policy needs."""
     given = incoming.arguments.get("position_ids")
     if given is None:
         return

@@ -41,7 +41,6 @@ class ScoreChunk(AtQueries):
 
     Args:
         span: The first position of the chunk, and the position after its last one.
-        scored: The layers to score.
         found: The result: saliency by layer, float32 ``[batch, heads, key_len + 1]``.
     """
 
@@ -88,12 +87,7 @@ class ScoreChunk(AtQueries):
     def _shown(
         self, policy: CachePolicy, held_len: int, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the indices of the keys to show the scorer, and which of them are the chunk's.
-
-        Returns:
-            int64 ``[batch, kv_heads, count]``, padded with -1 on the left; and bool of the same
-            shape, True for keys of the chunk.
-        """
+        """Return the slots of the keys to show the scorer, and which of them are the chunk's."""
         assert policy.rereading is not None
         held, new = positions.tensor_split([held_len], dim=2)
         start, stop = self._span
@@ -110,12 +104,8 @@ class SecondReading:
     """A second reading of a whole prompt, chunk by chunk, by which its keys are scored.
 
     Args:
-        policy: A policy with a `Repetition`.
         layers: The layers of the cache; they stay unchanged.
         waiting: The layers with a deferred selection, by index.
-        tokens: The tokens seen, the prompt included.
-        parts: The model's modules.
-        cache: The cache, as the decoder is given it.
     """
 
     policy: CachePolicy

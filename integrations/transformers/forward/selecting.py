@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
-from kvpolicy.decision import Decision
 from kvpolicy.declarations import declares
 from kvpolicy.deferred_selection import DeferredLayer
 from kvpolicy.errors import UnsupportedModelError
@@ -32,6 +31,7 @@ from kvpolicy.integrations.transformers.forward.passes import KeyUse, PassState
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.layer_inputs import DecodingInputs
 from kvpolicy.policy import CachePolicy
@@ -43,11 +43,7 @@ class DeferredKV:
     """The keys and values of a layer that will choose once all layers have been scored.
 
     Args:
-        keys: The keys to choose among; see `PolicyLayer.store`.
-        values: The values to choose among; see `PolicyLayer.store`.
-        positions: Their positions; see `PolicyLayer.store`.
         undecided: The layer in the form that the policy decides on later.
-        carried: See `PolicyLayer.store`.
         near: If the policy chooses only in some rows, what a sliding window leaves of the other
             rows; None if it chooses in all rows.
     """
@@ -66,10 +62,6 @@ _Held = tuple[Tensor, Tensor, Tensor]
 
 class Select(AtEnd):
     """Let the policy choose what each layer keeps and which tokens it passes on.
-
-    Args:
-        chunks: See `AtEnd`.
-        history: See `InPrompt`.
 
     Attributes:
         waiting: The layers that choose when all layers were scored, by index.
@@ -127,10 +119,14 @@ class Select(AtEnd):
         held = *stored, positions
         if at.policy.rereading is not None and at.call.model.windows[index] is not None:
             window = at.call.model.windows[index]  # a second reading is beyond what it sees
-        if window is None:
-            self._choose(at, layer, held, context)
-        else:
-            self._keep_window(at, layer, held, context, window)
+        try:
+            if window is None:
+                self._choose(at, layer, held, context)
+            else:
+                self._keep_window(at, layer, held, context, window)
+        except Exception:
+            self.checks.look()  # an error before this one may be its cause
+            raise
 
     def _keeps_all(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
@@ -157,43 +153,42 @@ class Select(AtEnd):
             seen_len=at.seen_len,
             held_len=context._held_len,
         )
-        asked = near.leaves_short_rows and at.policy.rereading is None
-        decision = self._decision(at, context) if asked else None
-        if decision is not None and decision.undecided is not None:
-            self._wait(held, context, decision, near)
-            return
-        if decision is None:
+        if not near.leaves_short_rows or at.policy.rereading is not None:
             whole = None if near.counts is None else near.counts == context._held_len
             layer.store(*held, near.kept(None), counts=near.counts, whole=whole)
+            return
+        saliency = self.saliency(at, context)
+        decision = at.policy.decide(context, checks=self.checks, saliency=saliency)
+        if decision.undecided is not None:
+            undecided = decision.undecided.among(near.short)
+            self.waiting[context.layer_idx] = DeferredKV(*held, undecided, decision.state, near)
             return
         self.checks.look()
         layer.store(*held, near.kept(decision.kept), decision.state)
 
-    def _wait(
-        self,
-        held: _Held,
-        context: LayerContext,
-        decision: Decision,
-        near: WindowSurvivors | None = None,
-    ) -> None:
-        """Let a layer choose only after all layers have been scored."""
-        undecided = decision.undecided
-        assert undecided is not None
-        undecided = undecided if near is None else undecided.among(near.short)
-        self.waiting[context.layer_idx] = DeferredKV(*held, undecided, decision.state, near)
-
     def _choose(
         self, at: PassState, layer: PolicyLayer, held: _Held, context: LayerContext
     ) -> None:
-        """Keep what the policy selects from all keys of a layer."""
-        remembered = context.layer_idx in self.history.layers
-        decision = self._decision(at, context, remembered=remembered)
+        """Keep what the policy selects from all keys of a layer.
+
+        If all tokens are passed on, the parts' answers are checked after all layers have run, since
+        checking waits for the device.
+        """
+        index = context.layer_idx
+        remembered = index in self.history.layers
+        saliency = self.saliency(at, context)
+        decision = at.policy.decide(
+            context, remembered=remembered, checks=self.checks, saliency=saliency
+        )
+        if decision.passed_on is not None:  # before other layers run on a wrong choice
+            self.checks.look()
         if remembered:
             assert decision.saliency is not None
             self.history = self.history.noted(decision.saliency, context)
         self.passed = passed_slots(decision.passed_on, context, at)
         if decision.undecided is not None:
-            self._wait(held, context, decision)
+            waiting = DeferredKV(*held, decision.undecided, decision.state)
+            self.waiting[index] = waiting
             return
         # A layer that uses the slots of another layer's indexer must hold the same tokens in them.
         borrows = layer.indexed is not None and layer.indexed.borrows
@@ -208,30 +203,14 @@ class Select(AtEnd):
             self._kept = kept, decision.counts
         kept, counts = self._kept
         if at.policy.gapless:
-            self._store_closed_up(at, layer, held, context.layer_idx, kept, counts)
+            self._store_closed_up(at, layer, held, index, kept, counts)
         else:
             whole = None if counts is None else counts == context._held_len
             layer.store(*held, kept, decision.state, counts=counts, whole=whole)
 
-    def _decision(
-        self, at: PassState, context: LayerContext, *, remembered: bool = False
-    ) -> Decision:
-        """Return the policy's decision on what a layer keeps and passes on.
-
-        If all tokens are passed on, the parts' answers are checked after all layers have run, since
-        checking waits for the device.
-        """
-        try:
-            saliency = self.saliency(at, context)
-            decision = at.policy.decide(
-                context, remembered=remembered, checks=self.checks, saliency=saliency
-            )
-        except Exception:
-            self.checks.look()  # an error before this one may be its cause
-            raise
-        if decision.passed_on is not None:  # before other layers run on a wrong choice
-            self.checks.look()
-        return decision
+    def saliency(self, at: PassState, context: LayerContext) -> Tensor | None:
+        """Return the saliency of a layer's keys if it is known; None to ask the scorer."""
+        return self.summed(at, context) if context.layer_idx in self.carried else None
 
     @staticmethod
     def _store_closed_up(
@@ -278,10 +257,7 @@ class Select(AtEnd):
         return attrs.evolve(context, decoding=before)
 
     def _check_numbers(self, at: PassState) -> None:
-        """Check that a tested scorer got numbers, since its saliency itself is not checked.
-
-        A query or key that is not a number makes what layers make of the last token none.
-        """
+        """Check the last output for NaN, since a tested scorer's saliency is not checked."""
         scorer, hidden = at.policy.scorer, at.last_hidden
         if hidden is None or scorer is None or not at.policy._is_tested(scorer):
             return
@@ -302,18 +278,12 @@ class Select(AtEnd):
         self.checks.look()
         if not at.policy.gapless:
             return at.tokens
-        for layer in at.layers:
-            layer.follow(at.tokens)
+        follow(at.layers, at.tokens)
         return without_gaps(at.policy, at.tokens, at.layers)
 
 
 class ChooseTokens(AtEnd):
-    """Choose the tokens that a restarted prefill reads again, and store no keys.
-
-    Args:
-        layer: Index of the layer that chooses.
-        chunks: See `AtEnd`.
-    """
+    """Choose the tokens that a restarted prefill reads again, and store no keys."""
 
     keys = KeyUse.DISCARD
 
@@ -328,7 +298,7 @@ class ChooseTokens(AtEnd):
         if index != self._layer and index not in self.history.layers:
             return
         context = self.context(at, index, inputs, stored)
-        saliency = self.saliency(at, context)
+        saliency = self.summed(at, context) if index in self.carried else None
         if index == self._layer:
             passed = at.policy.decide_restart(context, saliency)
             self.passed = None if passed is None else passed.to(at.reach.valid.device)

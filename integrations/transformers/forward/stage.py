@@ -27,7 +27,6 @@ class PrefillStage:
     """A range of layers that the same tokens of a prompt reach.
 
     Args:
-        first: Index of the first layer.
         last: Index of the last layer, after which tokens are dropped or the model ends; -1 if there
             are no layers.
         looks: Whether the stage ends inside its last layer, once queries and keys are known. The
@@ -53,11 +52,7 @@ def stages_of(
 ) -> tuple[PrefillStage, ...]:
     """Split a model's layers into ranges, each of which the same tokens of a prompt reach.
 
-    Args:
-        policy: A policy whose propagation drops tokens or restarts.
-        num_layers: Number of layers of the model.
-        few_go_on: A function of a layer's index: True if the layer passes on so few tokens that
-            running it twice is worth it.
+    ``few_go_on`` says of a layer's index if running the layer twice is worth it.
     """
     acting = sorted(policy.propagation.acting_layers(num_layers))
     if policy.propagation.restarts:

@@ -45,11 +45,7 @@ class StagedPrefill:
     """A reader of a prompt in chunks under a policy that drops tokens between layers.
 
     Args:
-        call: What the forward asks for.
-        layers: The layers of the cache.
         incoming: The current chunk.
-        features: Features to add to the chunk's hidden states between layers; None if there are
-            none.
     """
 
     call: Call
@@ -70,12 +66,7 @@ class StagedPrefill:
         return Chunks(self.call.model.policy.num_queries, staged=staged)
 
     def chunk(self, chunks: Chunks, missing: int) -> Pass:
-        """Make the pass that reads a chunk after which more of the prompt follows.
-
-        Args:
-            chunks: The chunks before it.
-            missing: Number of columns of the prompt that are still to be read, this chunk included.
-        """
+        """Make the pass that reads a chunk behind ``chunks``, before the last one."""
         self._check()
         staged = chunks.staged
         assert staged is not None
@@ -194,14 +185,7 @@ class StagedPrefill:
         return stages_of(model.policy, num_layers, narrows)
 
     def _check(self) -> None:
-        """Check that the model and the call allow the prompt to be read in chunks.
-
-        Raises:
-            UnsupportedModelError: The model has layers that cannot be left out and resumed, makes
-                masks outside of its decoder, takes no position ids, or gives its output the shape
-                of its input.
-            UnsupportedGenerationError: Hidden states or attention weights are asked for.
-        """
+        """Check that the model and the call allow the prompt to be read in chunks."""
         remedy = f"and {self.call.model.policy} drops tokens; leave prefill_chunk_size at None"
         for index, layer in enumerate(self.layers):
             if (why := why_whole(layer)) is not None:

@@ -30,12 +30,7 @@ class AroundLayer:
     layer between two forwards, such as adding or removing hooks, is as without a cache. A call that
     carries none of the reading caches passes straight through.
 
-    Args:
-        index: Index of the layer.
-        module: The layer.
-
     Attributes:
-        forward: Runs the layer.
         users: The attachments of the caches that are reading. The tuple is replaced, never changed,
             since other threads go through it.
     """
@@ -83,10 +78,8 @@ class Attachment:
     leaves no hook and no attribute on the model.
 
     Args:
-        cache: The cache.
         listener: The cache's `ForwardDispatcher`, whose file imports this one. The hooks call it
             when a call carries the cache.
-        parts: The model's modules.
 
     Attributes:
         outer: The modules around the decoder whose calls are watched.
@@ -199,8 +192,12 @@ class Attachment:
             model.register_forward_hook(self.after_model, with_kwargs=True, always_call=True),
         ]
 
-    def _renamed(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call with the cache under the name that the module wants."""
+    def _called(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
+        """Return a call's arguments with the cache as the module names it; None without it."""
+        if kwargs is None or not carries(self.cache, args, kwargs):
+            return None
         name = cache_name(type(module).forward)
         if name is None or kwargs.get(name) is self.cache:
             return kwargs
@@ -210,13 +207,10 @@ class Attachment:
     def before_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Hook before the model: begin its call; refuse it if it needs dropped tokens' logits.
-
-        The call may name the cache as another version of Transformers does.
-        """
-        if kwargs is None or not carries(self.cache, args, kwargs):
+        """Hook before the model: begin its call; refuse it if it needs dropped tokens' logits."""
+        kwargs = self._called(module, args, kwargs)
+        if kwargs is None:
             return None
-        kwargs = self._renamed(module, kwargs)
         arguments = by_name(module, args, kwargs)
         keep = arguments.get("logits_to_keep")
         known = "logits_to_keep" in signature(type(module).forward).parameters
@@ -250,9 +244,9 @@ class Attachment:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hook before a module that calls the decoder: remember its mask and its tokens' kinds."""
-        if kwargs is None or not carries(self.cache, args, kwargs):
+        kwargs = self._called(module, args, kwargs)
+        if kwargs is None:
             return None
-        kwargs = self._renamed(module, kwargs)
         arguments = by_name(module, args, kwargs)
         self.listener.note_call(arguments, self.parts.kinds_of(arguments))
         return args, kwargs
@@ -269,9 +263,9 @@ class Attachment:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hook before the decoder: begin a forward if the call carries the cache."""
-        if kwargs is None or not carries(self.cache, args, kwargs):
+        kwargs = self._called(module, args, kwargs)
+        if kwargs is None:
             return None
-        kwargs = self._renamed(module, kwargs)
         self._enter_layers()
         arguments = self.listener.begin_forward(by_name(module, args, kwargs))
         if not self._around:  # a forward of the prompt alone, before its drafts, has ended

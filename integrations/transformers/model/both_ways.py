@@ -43,11 +43,7 @@ class Cuts:
     forbidden: Tensor
 
     def around(self, column: int) -> tuple[int, int | None]:
-        """Return the nearest columns where a cut is allowed: up to ``column``, and after it.
-
-        The second one is None if no later allowed column is known: nothing is known behind the last
-        column.
-        """
+        """Return the nearest allowed cuts up to ``column``, and after it, None if unknown."""
         allowed = [each for each in range(len(self.forbidden)) if not self.forbidden[each]]
         behind = [each for each in allowed if each > column and each < len(self.forbidden) - 1]
         return max(each for each in allowed if each <= column), min(behind, default=None)
@@ -85,14 +81,8 @@ class Cuts:
 def cuts_of(model: Any, arguments: Mapping[str, Any], valid: Tensor, seen: int) -> Cuts | None:
     """Find where a prompt may be cut into chunks; None if token types do not restrict it.
 
-    Args:
-        model: The model.
-        arguments: Arguments of the call, by name.
-        valid: ``[batch, columns]`` bool, False on padding, of all columns so far.
-        seen: Number of columns read before the prompt.
-
-    Returns:
-        The cuts, for all columns with types; None if the model's masks do not depend on types.
+    ``valid`` ``[batch, columns]`` is False on padding, of all columns so far; ``seen`` of them were
+    read before the prompt.
     """
     makes = getattr(type(model), MASKS_OF_STEP, None)
     known: Collection[str] = () if makes is None else signature(makes).parameters
@@ -122,12 +112,7 @@ def cuts_of(model: Any, arguments: Mapping[str, Any], valid: Tensor, seen: int) 
 
 
 class _Masks:
-    """A cache of the masks that a model makes for short sequences of token types.
-
-    Args:
-        model: The model.
-        name: The model's argument for the types of tokens.
-    """
+    """A cache of the masks that a model makes for short sequences of token types."""
 
     def __init__(self, model: Any, name: str) -> None:
         self._makes = getattr(type(model), MASKS_OF_STEP)

@@ -116,10 +116,7 @@ class Verdict:
 def verdict_of(
     model: nn.Module, parts: ModelParts, make_cache: MakeCache, *, fresh: bool = False
 ) -> Verdict:
-    """Run the self-check on a model, or return an earlier result for an equal model.
-
-    Families that the library's tests cover are not checked.
-    """
+    """Run the self-check on a model of no tested family; equal models share the result."""
     quirks = _checking.get()
     if quirks is not None:
         return Verdict(False, quirks=quirks)
@@ -151,17 +148,15 @@ def verdict_of(
     return verdict
 
 
-@attrs.frozen(eq=False)
 class _SelfCheck:
     """The check of one model, which is in evaluation mode; see `verdict_of`."""
 
-    model: Any
-    parts: ModelParts
-    make_cache: MakeCache
-    rows: list[Tensor] = attrs.field(init=False)  # the prompts, [len] int64 each
-    dtype: torch.dtype = attrs.field(init=False)  # of weights, by which rounding is estimated
+    def __init__(self, model: Any, parts: ModelParts, make_cache: MakeCache) -> None:
+        self.model, self.parts, self.make_cache = model, parts, make_cache
+        self.rows = self._drawn()  # the prompts, [len] int64 each
+        weights = (each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
+        self.dtype = next(weights)  # by which rounding is estimated
 
-    @rows.default
     def _drawn(self) -> list[Tensor]:
         """Draw rows of random token ids, without special tokens."""
         size = min(self.parts.config.vocab_size, 4096)
@@ -176,11 +171,6 @@ class _SelfCheck:
         generator, device = torch.Generator().manual_seed(0), self.parts.device_of(0)
         drawn = [torch.randint(len(plain), (count,), generator=generator) for count in LENS]
         return [plain[each].to(device) for each in drawn]
-
-    @dtype.default
-    def _of_weights(self) -> torch.dtype:
-        weights = self.parts.decoder.parameters()
-        return next(each.dtype for each in weights if each.is_floating_point())
 
     def verdict(self, *, tested: bool) -> Verdict:
         """Try sets of shortcuts until nothing is refused; return the one with least refused."""
@@ -273,11 +263,7 @@ class _SelfCheck:
         return True
 
     def _compared(self, model: nn.Module, cache: Any, quirks: ModelQuirks) -> Finding:
-        """Compare a policy's logits with dense attention's, in a padded batch and in a single row.
-
-        Returns:
-            The first row that is wrong, or else the one with the largest error.
-        """
+        """Compare a policy's logits with dense attention's; return the first wrong or worst row."""
         findings = []
         for rows in ([self.rows] if quirks.pads else []) + [self.rows[:1]]:
             cache.reset()
@@ -299,10 +285,7 @@ class _SelfCheck:
         ids: Tensor,
         quirks: ModelQuirks,
     ) -> Finding:
-        """Compare ``found`` ``[count, vocab]``, a row's last logits, with masked dense attention.
-
-        ``ids`` ``[len]`` are the row's tokens, which the cache has read.
-        """
+        """Compare a row's last logits ``[count, vocab]`` with masked dense attention."""
         end, prompt = len(ids), len(ids) - len(found) + 1
         how, windows = {"placed": quirks.placed}, self.parts.windows
         left = Visible.after(cache, windows, row, prompt, end)
@@ -334,11 +317,7 @@ class _SelfCheck:
     def _read(
         self, model: Any, cache: Any, rows: list[Tensor], quirks: ModelQuirks
     ) -> tuple[Tensor, Tensor]:
-        """Read rows with the cache and decode; return the logits and the decoded ids.
-
-        They are ``[batch, 1 + DECODED, vocab]`` and ``[batch, 1 + DECODED]``. A decoder, which has
-        no ``generate``, gives hidden states in place of logits.
-        """
+        """Read rows with the cache and decode; return the logits (of a decoder, states) and ids."""
         longest = max(map(len, rows))
         ids, mask = (
             torch.stack([torch.cat([row.new_zeros(longest - len(row)), row]) for row in each])

@@ -74,18 +74,7 @@ def _causal(sees: Tensor, window: int | None) -> Tensor:
 def dense_outputs(
     model: nn.Module, parts: ModelParts, ids: Tensor, visible: Visible, *, placed: bool = False
 ) -> Tensor:
-    """Return a model's dense outputs for one row, with each layer's attention under a given mask.
-
-    Args:
-        model: The model, or its decoder.
-        parts: Its modules.
-        ids: ``[1, len]`` int64.
-        visible: What each layer sees.
-        placed: See `plain_outputs`.
-
-    Returns:
-        Logits, or the last hidden states, ``[len, size]``.
-    """
+    """Return a model's logits or hidden states for one row, under the mask ``visible``."""
     picked: _Beside = []
     with ExitStack() as stack:
 
@@ -115,11 +104,7 @@ def dense_outputs(
 def plain_outputs(model: nn.Module, ids: Tensor, *, placed: bool = False) -> Tensor:
     """Run a model on one prompt without any cache; return its logits or last hidden states.
 
-    Args:
-        model: The model, or its decoder.
-        ids: ``[1, len]`` int64.
-        placed: Whether the model gets positions, as from ``generate``, instead of counting them
-            itself.
+    ``placed`` gives it positions, as `generate` does, instead of letting it count them itself.
     """
     places = torch.arange(ids.shape[1], device=ids.device)[None]
     given = {"position_ids": places} if placed else {}
@@ -159,11 +144,7 @@ def _in_runs(runs: list[_Run], beside: _Beside, *, by_slot: bool) -> Callable[..
     """Return a hook after a module that takes its output from runs on some tokens only.
 
     The output is 0 for tokens of no run, which nothing reads. Calls of other threads pass through.
-
-    Args:
-        runs: The tokens that each run reads, and those whose output it gives, ``[len]`` bool.
-        beside: See `_Beside`. A layer may get slots that an indexer before it has picked.
-        by_slot: Whether positions are counted in the tokens of a run, as blocks are.
+    With ``by_slot``, positions are counted in the tokens of a run, as blocks are.
     """
     thread = threading.get_ident()
 
@@ -236,11 +217,7 @@ def _cut(value: Any, there: Tensor) -> Any:
 
 
 def _runs(see: Tensor) -> Iterator[_Run]:
-    """Yield runs of a layer by which each token reads what it sees, in all heads the same.
-
-    Args:
-        see: ``[kv_heads, len, len]`` bool; see `Visible`.
-    """
+    """Yield runs of a layer by which each token reads what it sees, in all heads the same."""
     assert bool((see == see[:1]).all())
     see = see[0]
     left = see.sum(dim=0) > 1  # a token that only itself sees is not read, except the last one

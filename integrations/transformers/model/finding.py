@@ -18,9 +18,9 @@ from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.model.call_arguments import signature
-from kvpolicy.integrations.transformers.model.unseen import column_bias, takes_cache
+from kvpolicy.integrations.transformers.model.unseen import column_bias, takes_cache, without_cache
 from kvpolicy.integrations.transformers.model.walking import modules_of, path_to
-from kvpolicy.integrations.transformers.surface import CACHE, cache_name, calls_interface
+from kvpolicy.integrations.transformers.surface import cache_name, calls_interface
 from kvpolicy.kinds import TokenKind
 
 # Attributes under which models with several inputs hold the part that decodes text.
@@ -47,10 +47,7 @@ def find_decoder(model: Any) -> nn.Module:
 def _without_layers(model: nn.Module) -> str:
     """Return the error message for a model without a list of decoder layers."""
     if not takes_cache(model):
-        return (
-            f"model must take a cache of Transformers, as {CACHE}, in which a policy chooses, but "
-            f"{type(model).__name__} does not"
-        )
+        return without_cache(model)
     config = getattr(model, "config", None)
     name, count = type(model).__name__, getattr(config, "num_hidden_layers", None)
     attending = _calling_interface(model)
@@ -104,14 +101,6 @@ def _candidates(model: Any) -> Iterator[nn.Module]:
         queue += [getattr(module, name, None) for name in _INNER]
         # Needed for a head that has no `get_decoder`.
         queue += [each for each in module.children() if layer_list(each) is not None]
-
-
-def modules_between(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
-    """Return the modules on the call path between a model and its decoder.
-
-    The model and the decoder are not included.
-    """
-    return [*path_to(model, decoder).values()][1:-1]
 
 
 def placeholders_of(model: Any) -> dict[int, TokenKind]:

@@ -32,9 +32,6 @@ class LayerTrial:
     """A trial run of a decoder layer on a few tokens, just before its real run.
 
     Args:
-        index: Index of the layer.
-        module: The decoder layer.
-        attention: The layer's attention module.
         hidden: Hidden states of a few tokens of every row.
         token_axis: The axis of tokens in ``hidden``.
         arguments: The layer's other arguments for these tokens, by name, without mask and cache.

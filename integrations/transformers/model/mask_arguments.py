@@ -16,8 +16,6 @@ class MaskArguments:
     """The argument names of a hybrid layer's two masks: its attention's and its recurrence's.
 
     Args:
-        attention: Name of the attention's mask.
-        states: Names of the states' mask.
         together: Whether both masks are entries of one dictionary, the ``attention_mask``.
     """
 

@@ -56,16 +56,10 @@ class Spans:
 
     @staticmethod
     def of(mask: Any, columns: Tensor, order: Tensor | None, places: Tensor) -> Spans | None:
-        """Read a layer's own mask; return None if it is causal among the new tokens.
+        """Read a layer's own mask; return None if it is causal among the new tokens, or unreadable.
 
-        Args:
-            mask: The layer's mask, ``[batch or 1, 1, new_len, columns]``, bool or added to scores;
-                anything else gives None.
-            columns: ``[batch, new_len]`` bool, for the mask's last columns, False on padding.
-            order: ``[batch, new_len]`` int64, the column that comes to each place; None keeps the
-                order.
-            places: ``[batch, new_len]`` int64, the place of each new token in that order; -1 on
-                padding.
+        ``columns`` ``[batch, new_len]`` are False on padding. ``order`` is the column that comes to
+        each place, None to keep the order; ``places`` are the tokens' places then, -1 on padding.
         """
         new_len = columns.shape[1]
         if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != new_len:
@@ -129,15 +123,9 @@ class Visibility:
     def mask(self, implementation: str, dtype: torch.dtype) -> Mask:
         """Make the attention mask in the form that the attention implementation needs.
 
-        Returns:
-            For sdpa ``[batch, 1 or query_heads, query_len, key_len]`` bool, True where the query
-            sees the key; for eager 0 there and the lowest number elsewhere; for flex_attention a
-            `BlockMask`; for flash attention ``[batch, key_len]``, 1 on tokens, or None where all
-            are.
-
-        Raises:
-            UnsupportedModelError: The heads of a row see different keys under flash attention, or
-                the model's own mask is not causal under flash attention or flex_attention.
+        For sdpa it is ``[batch, 1 or query_heads, query_len, key_len]`` bool, True where the query
+        sees the key; for eager 0 there and the lowest number elsewhere; for flex_attention a
+        `BlockMask`; for flash attention ``[batch, key_len]``, 1 on tokens, or None where all are.
         """
         if self.own is not None and implementation not in DENSE:
             raise UnsupportedModelError(
@@ -201,58 +189,35 @@ class Visibility:
 
 
 def of_picked(mask: Tensor, slots: Tensor) -> Tensor:
-    """Restrict a mask to the keys that an indexer has picked for each query.
-
-    Args:
-        mask: ``[batch or 1, 1, query_len, key_len]``, bool or to be added.
-        slots: ``[batch, query_len, count]`` int, the slots of the picked keys.
-    """
+    """Restrict a mask to the ``slots`` ``[batch, query_len, count]`` that an indexer has picked."""
     picked = torch.zeros(*slots.shape[:2], mask.shape[3], dtype=torch.bool, device=mask.device)
-    picked = picked.scatter_(2, slots.to(torch.int64), True)[:, None]
-    if mask.dtype == torch.bool:
-        return mask & picked
-    return mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
+    return _among(mask, picked.scatter_(2, slots.to(torch.int64), True)[:, None])
 
 
 def of_picked_blocks(mask: Tensor, blocks: Tensor, size: int, query_heads: int) -> Tensor:
-    """Restrict a mask to the blocks of keys that an indexer has picked for each query.
+    """Restrict a mask to the blocks of ``size`` keys that an indexer has picked for each query.
 
-    Args:
-        mask: ``[batch or 1, 1, query_len, key_len]``, bool or to be added.
-        blocks: ``[batch, heads, query_len, count]`` int, the picked blocks of each group of query
-            heads; -1 for none.
-        size: Number of keys in a block.
-        query_heads: Number of query heads of all groups together.
+    They are ``[batch, heads, query_len, count]``, for each group of query heads; -1 for none.
     """
     key_len = mask.shape[3]
     count = -(-key_len // size)
     picked = torch.zeros(*blocks.shape[:3], count + 1, dtype=torch.bool, device=mask.device)
     picked = picked.scatter_(3, torch.where(blocks < 0, count, blocks), True)[..., :count]
     picked = picked.repeat_interleave(size, dim=3)[..., :key_len]
-    picked = picked.repeat_interleave(query_heads // blocks.shape[1], dim=1)
+    return _among(mask, picked.repeat_interleave(query_heads // blocks.shape[1], dim=1))
+
+
+def _among(mask: Tensor, picked: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask & picked
     return mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
 
 
 def causal_mask(
-    key_len: int,
-    query_len: int,
-    *,
-    implementation: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    spare: bool = True,
+    key_len: int, query_len: int, implementation: str, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Make a causal mask for the last ``query_len`` of ``key_len`` tokens, without padding.
-
-    Returns:
-        The mask as from `Visibility.mask`, for a batch of 1; None if the implementation gives the
-        right result without one, unless ``spare`` is False.
-    """
-    if implementation in FLASH or (spare and query_len == 1):
-        return None
-    if spare and key_len == query_len and implementation == "sdpa":
+    """Make the mask of the last ``query_len`` of ``key_len`` tokens of one row, without padding."""
+    if implementation in FLASH:
         return None
     slots = torch.arange(key_len, device=device)
     seen = Visibility(slots[None, None], slots[None, key_len - query_len :], query_heads=1)

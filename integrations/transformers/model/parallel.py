@@ -24,8 +24,6 @@ class ProcessHeads(HeadShare):
     """A description of which of a layer's heads this process computes.
 
     Args:
-        share: See `HeadShare`.
-        shares: See `HeadShare`.
         group: The processes that compute the layer together.
     """
 
@@ -44,9 +42,6 @@ class HeadSharding:
     """A description of how a layer's attention heads are spread over processes, if they are.
 
     Args:
-        share: Index of the process in the group.
-        shares: Number of processes in the group.
-        group: The process group; None if there is none.
         query_heads: Query heads of the whole layer; None if nothing is spread.
     """
 
@@ -75,10 +70,9 @@ class HeadSharding:
         )
 
     def heads(self, query_heads: int) -> Heads:
-        """Return which of a layer's heads this process has, by how many query heads it computes.
+        """Return which heads this process has, by the number of query heads seen in a forward.
 
-        The number must be seen in a forward, since a plan may spread the weights and still bring
-        all heads to every process.
+        A plan may spread the weights and still bring all heads to every process.
         """
         if self.query_heads is None or query_heads == self.query_heads:
             return ALL_HEADS

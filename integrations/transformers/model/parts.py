@@ -19,20 +19,19 @@ from kvpolicy.integrations.transformers.model.finding import (
     find_attention,
     find_decoder,
     layers_within,
-    modules_between,
     placeholders_of,
     takes_own_caches_only,
 )
 from kvpolicy.integrations.transformers.model.kinds import (
     FullAttention,
     LatentAttention,
-    check_kinds,
     kinds_of,
 )
 from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEMENTATIONS
 from kvpolicy.integrations.transformers.model.quirks import ModelQuirks
 from kvpolicy.integrations.transformers.model.rotary import stretch
 from kvpolicy.integrations.transformers.model.temperature import Temperature
+from kvpolicy.integrations.transformers.model.walking import path_to
 from kvpolicy.integrations.transformers.surface import ATTN_IMPLEMENTATION
 from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy
@@ -47,8 +46,6 @@ class ModelParts:
     Attributes:
         decoder: The model without its head.
         between: The modules between the model and its decoder, on the path of a call.
-        layers: The decoder layers.
-        kinds: The kind of each layer.
         attentions: The attention module of each layer; None if a layer does not attend, or attends
             with a function of its own.
         own_caches_only: Whether the decoder refuses caches of other classes than its own. It does
@@ -69,7 +66,7 @@ class ModelParts:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self.model = model
         self.decoder = find_decoder(model)
-        self.between = modules_between(model, self.decoder)
+        self.between = [*path_to(model, self.decoder).values()][1:-1]
         for module in (self.decoder, *model.children(), *self.between):
             # A model may return the decoder inside a compiled module as its decoder.
             if getattr(module, "_orig_mod", module) is self.decoder or module in self.between:
@@ -80,7 +77,9 @@ class ModelParts:
         for layer in self.layers:
             check_uncompiled(layer)
         self.kinds = kinds_of(self.config, len(self.layers))
-        check_kinds(self.kinds)
+        for index, kind in enumerate(self.kinds):
+            if (refusal := kind.refusal(index)) is not None:
+                raise UnsupportedModelError(refusal)
         if not any(kind.attends for kind in self.kinds):
             raise UnsupportedModelError(
                 "some layer must hold keys and values, but all of them hold a recurrent state or "
@@ -140,12 +139,7 @@ class ModelParts:
         return None if not isinstance(stated, int) else int(stated * stretch(self.config))
 
     def kinds_of(self, arguments: Mapping[str, Any]) -> Tensor | None:
-        """Return the `TokenKind` of each token of a call, such as text or image.
-
-        Returns:
-            ``[batch, new_len]`` int8, each a `TokenKind`; None if the model reads text only, or if
-            the call has no ids.
-        """
+        """Return the `TokenKind` of each token of a call; None if it has no ids or only text."""
         ids = arguments.get("input_ids")
         if not self._placeholders or not isinstance(ids, Tensor) or ids.ndim != 2:
             return None
@@ -158,10 +152,8 @@ class ModelParts:
     def eligible(self) -> list[int]:
         """The indices of the layers after which a policy may drop tokens in any context.
 
-        They see the whole context, and no later layer uses slots that their indexer picked. If
-        there are none, all layers that see the whole context are returned, or else all that attend.
-        The layers that a policy leaves open are chosen among these, mostly the one nearest to half
-        depth; see `CachePolicy.placed`.
+        They see the whole context, and no later layer uses slots that their indexer picked; if
+        there are none, all layers that see the whole context, or else all that attend.
         """
         attending = self.attending
         whole = [index for index in attending if self.windows[index] is None]
@@ -179,11 +171,7 @@ class ModelParts:
 
     @functools.cached_property
     def passes_on(self) -> bool:
-        """True if each layer's output has one entry per token, so that tokens may be dropped.
-
-        It is False if attention modules are used as layers, since the model adds something to their
-        output.
-        """
+        """True if layers are not attention modules, to whose output the model adds something."""
         pairs = zip(self.layers, self.attentions, strict=True)
         return all(layer is not attention for layer, attention in pairs)
 
@@ -198,11 +186,10 @@ class ModelParts:
         return any(kind.states for kind in self.kinds)
 
     def device_of(self, index: int) -> torch.device:
-        """Return the device on which a layer of the model computes.
+        """Return the device on which a layer computes; the CPU if none is known.
 
-        Offloaded weights have no device before the layer runs. Then the device is that of a buffer
-        of the decoder, such as that of its rotary embedding, or of another parameter. Without any
-        of these, it is the CPU.
+        Offloaded weights have no device before the layer runs. Then it is that of a buffer of the
+        decoder, such as that of its rotary embedding, or of another parameter.
         """
         found = itertools.chain(
             self.layers[index].parameters(), self.decoder.buffers(), self.decoder.parameters()
@@ -211,11 +198,7 @@ class ModelParts:
 
     @property
     def causal(self) -> bool:
-        """True if a token in a layer without a mask sees no later token.
-
-        Otherwise a layer without a mask sees all of a first prompt, as in PaliGemma, which reads an
-        image and its prompt in both directions.
-        """
+        """True if a token in a layer without a mask sees no later token; False in PaliGemma."""
         own = filter(None, self.attentions)
         return all(getattr(each, "is_causal", True) for each in own)
 
@@ -233,13 +216,7 @@ class ModelParts:
             unseen.check_policy(self.model, policy)
 
     def check_policy(self, policy: CachePolicy, context_len: int) -> None:
-        """Check that a policy can act on a context of this length in this model.
-
-        Raises:
-            UnsupportedModelError: The policy drops tokens after a layer that cannot see them all,
-                restarts a context longer than a sliding window, is ``gapless`` on a layer that
-                has not full attention, or needs masks that flash attention cannot take.
-        """
+        """Check that a policy can act on a context of this length in this model."""
         if policy.gapless:
             self._check_gapless(policy)
         acting = policy.propagation.acting_layers(self.num_layers)
@@ -267,8 +244,7 @@ class ModelParts:
     def _check_flash(self, policy: CachePolicy, *, acts: bool) -> None:
         """Check that no layer will need a mask under flash attention, now or later in an answer.
 
-        Its kernels see the keys of a row in their order, up to the query's own, and count windows
-        in keys. They have no mask for each head, and none that leaves keys out.
+        Its kernels see a row's keys in their order, and count windows in keys.
         """
         selectors = [policy.selector]
         if policy.decoding is not None:
@@ -293,10 +269,7 @@ class ModelParts:
         )
 
     def _check_gapless(self, policy: CachePolicy) -> None:
-        """Check that every layer has plain full attention, as a policy that closes gaps needs.
-
-        Only then can its keys be rotated to other positions.
-        """
+        """Check that the keys of every layer can be rotated to other positions."""
         for index, kind in enumerate(self.kinds):
             if not isinstance(kind, FullAttention) or self.temperatures[index] is not None:
                 scaled = (
@@ -309,12 +282,7 @@ class ModelParts:
                 )
 
     def check_logits(self, policy: CachePolicy, keep_last: int | None) -> None:
-        """Check that a policy that drops tokens can act when only some logits are asked for.
-
-        Raises:
-            UnsupportedModelError: The decoder itself cuts hidden states to the last tokens, without
-                knowing which tokens were dropped.
-        """
+        """Check that the decoder itself cuts no hidden states while a policy drops tokens."""
         cuts = "logits_to_keep" in signature(type(self.decoder).forward).parameters
         if cuts and keep_last not in (None, 1):
             raise UnsupportedModelError(
@@ -323,12 +291,7 @@ class ModelParts:
             )
 
     def check_rows(self, policy: CachePolicy, rows: int, context_len: int) -> None:
-        """Check that a policy that drops tokens can act on this many rows at a time.
-
-        Raises:
-            UnsupportedModelError: Attention scales a query by its column, which is one number for
-                all rows, while rows may pass on different tokens.
-        """
+        """Check that rows pass on the same tokens where attention scales a query by its column."""
         floor = getattr(self.config, "log_scaling_n_floor", None)
         if rows > 1 and floor is not None and context_len > floor:
             raise UnsupportedModelError(
@@ -338,10 +301,7 @@ class ModelParts:
             )
 
     def _check_acting(self, policy: CachePolicy, acting: frozenset[int]) -> None:
-        """Check that a policy drops tokens only after layers where this is possible.
-
-        Such a layer attends by itself, and its indexer does not pick slots for a later layer.
-        """
+        """Check that layers after which tokens are dropped attend, and pick for no later one."""
         if acting and not self.passes_on:
             raise UnsupportedModelError(
                 f"{policy.propagation} cannot be applied to {type(self.model).__name__}, whose "

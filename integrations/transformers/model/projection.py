@@ -36,9 +36,8 @@ class OutputProjection:
     def weight(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the projection's weights, by query head: ``[query_heads, value_dim, hidden]``.
 
-        They are a view where they are held as a plain tensor. If they are quantised, adapted or not
-        in memory, they are computed: the module is applied to each channel alone, which gives a new
-        tensor.
+        If they are quantised, adapted or not in memory, the module is applied to each channel
+        alone.
         """
         matrix = self._plain()
         if matrix is None:

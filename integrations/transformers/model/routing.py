@@ -13,6 +13,7 @@ token; its call is recognised by the module.
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +34,6 @@ from kvpolicy.integrations.transformers.model.masks import (
 )
 from kvpolicy.integrations.transformers.surface import (
     ATTN_IMPLEMENTATION,
-    StandInConfig,
     attention_functions,
     sdpa_attention_forward,
 )
@@ -86,16 +86,34 @@ _inside: ContextVar[bool] = ContextVar("kvpolicy_inside", default=False)
 lock = threading.Lock()  # held while a module's configuration is replaced
 
 
-class RoutedConfig(StandInConfig):
+class RoutedConfig:
     """A module's configuration that names `routed_attention` as its attention function.
 
-    While the attention function runs, it reads the original name here.
+    While the attention function runs, it reads the original name here. A copy of the module gets
+    the original configuration.
     """
 
-    @property
+    def __init__(self, config: Any) -> None:
+        self.original = config
+        self.users = 0
+
     def attention_name(self) -> str:
-        """The name of `routed_attention`; inside of it, that of the module's own function."""
+        """Return `ROUTED`; inside of `routed_attention`, the name of the module's own function."""
         return str(getattr(self.original, ATTN_IMPLEMENTATION)) if _inside.get() else ROUTED
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "original" or name.startswith("__"):  # asked for while a copy is being made
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.original, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (self.original,)
+
+
+setattr(RoutedConfig, ATTN_IMPLEMENTATION, property(RoutedConfig.attention_name))
 
 
 def route(attention: Any) -> None:
@@ -161,38 +179,24 @@ def routed_attention(
     """Attend as the module would, and show the queries to the cache that gave the keys."""
     inside = _inside.set(True)
     try:
-        return _attention(module, query, key, value, attention_mask, **kwargs)
+        attend = _replacing.get().get(id(module)) or own_function(module)
+        if "indices" in kwargs or "block_indices" in kwargs:
+            attention_mask = _as_picked(module, query, key, attention_mask, kwargs)
+        pending = waiting.get()
+        if pending is None or not _made_of(key, module, *pending[2:]):
+            return attend(module, query, key, value, attention_mask, **kwargs)
+        waiting.set(None)
+        forward, index = pending[:2]
+        scaling = kwargs.get("scaling")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = AttentionSettings(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+        inputs = AttentionInputs(query, key, value, scores)
+        output: tuple[Tensor, Tensor | None] = forward.attend(
+            index, attend, module, inputs, attention_mask, **kwargs
+        )
+        return output
     finally:
         _inside.reset(inside)
-
-
-def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    attend = _replacing.get().get(id(module)) or own_function(module)
-    picked = "indices" in kwargs or "block_indices" in kwargs
-    if (
-        picked and getattr(module.config, ATTN_IMPLEMENTATION) in DENSE
-    ):  # kernels apply the choice themselves
-        attention_mask = _as_picked(module, query, key, attention_mask, kwargs)
-    pending = waiting.get()
-    if pending is None or not _made_of(key, module, *pending[2:]):
-        return attend(module, query, key, value, attention_mask, **kwargs)
-    waiting.set(None)
-    forward, index = pending[:2]
-    scaling = kwargs.get("scaling")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = AttentionSettings(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
-    inputs = AttentionInputs(query, key, value, scores)
-    output: tuple[Tensor, Tensor | None] = forward.attend(
-        index, attend, module, inputs, attention_mask, **kwargs
-    )
-    return output
 
 
 def _made_of(key: Tensor, module: nn.Module, own: nn.Module, given: Tensor) -> bool:
@@ -209,13 +213,14 @@ def _as_picked(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[
 
     A module that does not know its function's name leaves this to the function.
     """
+    implementation = getattr(module.config, ATTN_IMPLEMENTATION)
+    if implementation not in DENSE:  # kernels apply the choice themselves
+        return mask
     slots, blocks = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
     if slots is None and blocks is None:
         return mask
     if mask is None:
-        how = {"implementation": getattr(module.config, ATTN_IMPLEMENTATION), "spare": False}
-        lengths = key.shape[2], query.shape[2]
-        mask = causal_mask(*lengths, dtype=query.dtype, device=query.device, **how)
+        mask = causal_mask(key.shape[2], query.shape[2], implementation, query.dtype, query.device)
     if slots is not None:
         mask = of_picked(mask, slots)
     if blocks is not None:

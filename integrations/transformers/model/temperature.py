@@ -16,10 +16,6 @@ class Temperature:
     A query at position ``p`` is scaled by ``1 + scale * log(1 + floor((p + 1) / floor))``. Such
     models count the tokens of a forward from the tokens that the cache has seen, padding included.
     So a padded token, or one that follows dropped tokens, is scaled for a wrong position.
-
-    Args:
-        scale: See above.
-        floor: See above; in tokens.
     """
 
     scale: float
@@ -34,12 +30,9 @@ class Temperature:
         return Temperature(float(attention.attn_scale), float(attention.floor_scale))
 
     def corrected(self, queries: Tensor, counted: int, places: Tensor) -> Tensor:
-        """Return the queries, rescaled from the counted positions to the right ones.
+        """Return the queries, rescaled from the positions that the model counted to ``places``.
 
-        Args:
-            queries: ``[batch, query_heads, query_len, head_dim]``, scaled by the model.
-            counted: The position for which the model scaled the first query.
-            places: ``[batch or 1, query_len]`` int64, the right positions.
+        The first query's was ``counted``.
         """
         taken = torch.arange(counted, counted + queries.shape[2], device=queries.device)
         change = self._at(places.to(queries.device)) / self._at(taken)

@@ -48,10 +48,7 @@ def check_layer(layer: nn.Module, decoder: nn.Module) -> None:
     """Check that policies work with a layer whose attention function cannot be observed."""
     config: Any = decoder.config
     if not takes_cache(decoder):
-        raise UnsupportedModelError(
-            f"model must take a cache of Transformers, as {CACHE}, in which a policy chooses, but "
-            f"{type(decoder).__name__} does not"
-        )
+        raise UnsupportedModelError(without_cache(decoder))
     kind = getattr(config, "attention_type", None)
     if isinstance(kind, str) and "sparse" in kind:
         raise UnsupportedModelError(
@@ -61,6 +58,14 @@ def check_layer(layer: nn.Module, decoder: nn.Module) -> None:
     bias = None if getattr(config, "alibi", None) is False else column_bias(layer)
     if bias is not None:
         raise UnsupportedModelError(bias)
+
+
+def without_cache(decoder: nn.Module) -> str:
+    """Return the error message for a model that takes no cache."""
+    return (
+        f"model must take a cache of Transformers, as {CACHE}, in which a policy chooses, but "
+        f"{type(decoder).__name__} does not"
+    )
 
 
 def takes_cache(decoder: nn.Module) -> bool:
@@ -77,10 +82,7 @@ def takes_cache(decoder: nn.Module) -> bool:
 
 
 def column_bias(layer: nn.Module) -> str | None:
-    """Describe the argument that makes a layer's scores depend on columns; None without one.
-
-    After eviction, keys are in other columns than before, so that such scores would be wrong.
-    """
+    """Describe the argument that adds a bias by column, wrong after eviction; None without one."""
     for name in inspect.signature(type(layer).forward).parameters:
         if any(each in name for each in _BIASES):
             return (
@@ -91,12 +93,7 @@ def column_bias(layer: nn.Module) -> str | None:
 
 
 def check_policy(model: nn.Module, policy: CachePolicy) -> None:
-    """Check that a policy needs no queries, in a model whose queries cannot be observed.
-
-    Raises:
-        UnsupportedModelError: The policy looks at queries, restarts the prefill or reads the prompt
-            twice; or the model is tensor-parallel.
-    """
+    """Check that a policy needs no queries, in a model whose queries cannot be observed."""
     name = type(model).__name__
     if policy.num_queries != 0 or policy.propagation.restarts or policy.rereading is not None:
         looks = policy.num_queries != 0 or policy.rereading is not None

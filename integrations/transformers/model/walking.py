@@ -23,10 +23,9 @@ def modules_of(outer: nn.Module) -> list[nn.Module]:
 
 
 def path_to(outer: nn.Module, inner: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules from one module down to a module inside it, by their names in the first.
+    """Return the modules from one down to one inside it, both included, by their names in it.
 
-    Both are included; the name of the first is empty. If several paths lead to the module, it is
-    the first in the order of `nn.Module.named_modules`. Without a path the result is empty.
+    If several paths lead to it, it is the first in the order of `nn.Module.named_modules`.
     """
     found: dict[nn.Module, tuple[str, nn.Module | None]] = {}  # own name, and the module around
     stack: list[tuple[nn.Module | None, str, nn.Module | None]] = [(outer, "", None)]

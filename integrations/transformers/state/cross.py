@@ -22,7 +22,6 @@ class CrossLayer(PolicyLayer):
     Args:
         storage: How keys and values of tokens are held; keys and values of images stay unchanged on
             their device.
-        room: See `PolicyLayer`.
     """
 
     attends = False

@@ -26,7 +26,6 @@ class IndexedLayer(PolicyLayer):
 
     Args:
         storage: How keys and values are held; index keys are not quantised.
-        room: See `PolicyLayer`.
         blocks: Whether the indexer picks blocks of slots, and gives its index keys directly to this
             layer.
 
@@ -34,6 +33,7 @@ class IndexedLayer(PolicyLayer):
         borrows: Whether the layer holds no index keys and was given none in the current forward.
         new_places: ``[axes, batch, new_len]`` int64, the position ids of a forward's tokens. A
             model that rotates index keys late gives them to its first layer of this kind.
+        attended: The keys from which the indexer picks in the current forward.
         taking: During a forward, the function that receives the index keys given to the layer.
     """
 
@@ -52,7 +52,7 @@ class IndexedLayer(PolicyLayer):
         # position ids ``[batch, 1, kept_len, axes]``, of width 0 if there are none.
         self.index: StoredKV | None = None
         self._shown: tuple[Tensor, Tensor] | None = None  # of every slot, until `store` keeps some
-        self._attended: Tensor | None = None  # the keys of the forward under way
+        self.attended: Tensor | None = None
 
     @property
     def indexed(self) -> IndexedLayer:  # an attribute there, which costs no call
@@ -69,10 +69,7 @@ class IndexedLayer(PolicyLayer):
         return self._shown is None and self.index is None
 
     def update_index(self, keys: Tensor) -> Tensor:
-        """Add new index keys ``[batch, 1, new_len, index_dim]``; return all index keys.
-
-        See `PolicyCache.update_indexer`.
-        """
+        """Add index keys ``[batch, 1, new_len, index_dim]``; return all of them."""
         if self.taking is None:
             raise NotAttachedError(
                 "cache must be attached to the model for its policy to act: use "
@@ -83,15 +80,8 @@ class IndexedLayer(PolicyLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """The keys in the cache; during a forward, the keys from which the indexer picks.
-
-        See `PolicyLayer.keys`.
-        """
-        return super().keys if self._attended is None else self._attended
-
-    def attend_to(self, keys: Tensor) -> None:
-        """Remember the keys from which the indexer picks in the current forward."""
-        self._attended = keys
+        """The keys in the cache; during a forward, the keys from which the indexer picks."""
+        return super().keys if self.attended is None else self.attended
 
     @property
     def indexer_position_ids(self) -> None:
@@ -110,14 +100,8 @@ class IndexedLayer(PolicyLayer):
     def show_index(self, new: Tensor, places: Tensor | None, order: Tensor | None) -> Tensor:
         """Return all index keys, old and new, before `store` keeps only the chosen ones.
 
-        Args:
-            new: ``[batch, new_len, index_dim]``, the index keys of its tokens.
-            places: ``[axes, batch, new_len]`` int64, their position ids; None without any.
-            order: ``[batch, 1, key_len]`` int64, the slot that comes to each place; None keeps the
-                order.
-
-        Returns:
-            ``[batch, key_len, index_dim]``.
+        ``order`` ``[batch, 1, key_len]`` is the slot that comes to each place; None keeps the
+        order.
         """
         keys, beside = _slots(new, places)
         if self.index is not None:
@@ -151,24 +135,9 @@ class IndexedLayer(PolicyLayer):
             self.index = self.index.appended(*slots)
         return self.index.read()[0][:, 0]
 
-    def store(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        positions: Tensor,
-        kept: Tensor | None,
-        carried: Tensor | None = None,
-        *,
-        room: int | None = None,
-        counts: tuple[int, ...] | None = None,
-        whole: bool | None = None,
-        storage: Storage | None = None,
-    ) -> None:
-        """Keep the chosen slots, index keys included; see `PolicyLayer.store`."""
+    def keep_beside(self, kept: Tensor | None) -> None:
+        """Keep the index keys of the chosen slots; see `PolicyLayer.keep_beside`."""
         shown, self._shown = self._shown, None
-        positions, kept = positions[:, :1], None if kept is None else kept[:, :1]
-        how: dict[str, Any] = {"room": room, "counts": counts, "whole": whole, "storage": storage}
-        super().store(keys, values, positions, kept, carried, **how)
         if shown is not None:
             taken = (each if kept is None else gather_slots(each, kept) for each in shown)
             self._hold_index(*taken)
@@ -207,17 +176,17 @@ class IndexedLayer(PolicyLayer):
     def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
         """See `PolicyLayer.restore`."""
         self.index = beside
-        self._shown = self._attended = self.new_places = self.taking = None
+        self._shown = self.attended = self.new_places = self.taking = None
         super().restore(contents, beside, tokens)
 
     def follow(self, tokens: SeenTokens) -> None:
         """End a forward, and take the new record of seen tokens; see `PolicyLayer.follow`."""
         super().follow(tokens)
-        self._attended = self.new_places = self.taking = None
+        self.attended = self.new_places = self.taking = None
 
     def get_seq_length(self) -> int:
         """Return how many columns were read; during a forward, how many slots are attended to."""
-        return super().get_seq_length() if self._attended is None else self._attended.shape[2]
+        return super().get_seq_length() if self.attended is None else self.attended.shape[2]
 
     def nbytes(self) -> int:
         """Return the bytes of the layer's keys, values and index keys; see `PolicyLayer.nbytes`."""
@@ -235,10 +204,9 @@ class IndexedLayer(PolicyLayer):
 
 
 def _slots(new: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return new index keys and their position ids as tensors with one entry for each slot.
+    """Return new index keys and their position ids with one entry for each slot.
 
-    They are ``[batch, 1, new_len, index_dim]`` and ``[batch, 1, new_len, axes]``, of width 0
-    without position ids.
+    The position ids are ``[batch, 1, new_len, axes]``, of width 0 without any.
     """
     keys = new[:, None]
     if places is None:

@@ -115,10 +115,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def positions(self) -> Tensor | None:
-        """The original position of each slot's token, -1 on empty slots.
+        """The position of each slot's token, ``[batch, kv_heads, kept_len]``, -1 on empty slots.
 
-        ``[batch, kv_heads, kept_len]`` int64; None before the first forward. It has one head if all
-        heads keep the same tokens, as under latent attention.
+        It has one head if all heads keep the same tokens; None before the first forward.
         """
         chosen = None if self.held is None else self.contents.chosen
         if chosen is None or self.tokens is None:
@@ -158,12 +157,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keep only the chosen slots of the layer's keys and values, and forget decoded queries.
 
         Args:
-            keys: ``[batch, kv_heads, key_len, head_dim]``, as attention got them or, if attention
-                expands the tensors held, as the module gave them to the cache.
+            keys: ``[batch, kv_heads, key_len, head_dim]``, as the module gave them to the cache.
             values: See ``keys``.
             positions: ``[batch, kv_heads or 1, key_len]``; 1 if all heads keep the same tokens.
-            kept: ``[batch, kv_heads or 1, kept_len]``, the slots to keep, -1 on padding; None keeps
-                all slots.
+            kept: ``[batch, kv_heads or 1, kept_len]``, -1 on padding; None keeps all slots.
             carried: ``[batch, heads, key_len, state_size]``, the scorer's state; None without one.
             room: Slots to reserve behind the kept slots; None takes the layer's own number.
             counts: For each row, the number of tokens kept in each head; None if heads differ or
@@ -172,6 +169,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             storage: How they are held; None for the layer's own storage.
         """
         observed = NO_QUERIES
+        if self.one_choice:
+            positions, kept = positions[:, :1], None if kept is None else kept[:, :1]
         if carried is not None:
             observed = RecentQueries(
                 carried=carried if kept is None else gather_slots(carried, kept)
@@ -184,6 +183,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             padded = counts is None or min(counts) < kept.shape[2]
             chosen = gather_positions(positions, kept, padded=padded)
             self._hold(keys, values, chosen, room, kept, **how)
+        if self.holds_more:
+            self.keep_beside(kept)
 
     @staticmethod
     def _is_whole(keys: Tensor, positions: Tensor, kept: Tensor, whole: bool | None) -> bool:
@@ -212,10 +213,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             self.observed = RecentQueries(queries, tokens.seen, carried, columns)
 
     def load(self, keys: Tensor, values: Tensor, chosen: Tensor, tokens: SeenTokens) -> None:
-        """Take over keys and values from a file, or from an object that has held them meanwhile.
-
-        ``chosen`` are the positions of the tokens that the policy kept.
-        """
+        """Take over keys and values from outside; the policy kept the first ones, at ``chosen``."""
         self._hold(keys, values, chosen, self.room)
         self.follow(tokens)
 
@@ -293,13 +291,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Append the keys and values of a forward's tokens; return all of the layer's.
 
-        Args:
-            keys: ``[batch, kv_heads, new_len, head_dim]``.
-            values: ``[batch, kv_heads, new_len, head_dim]``.
-            tokens: The tokens seen before.
-            missing: How many tokens are still to come, these included, so that memory is reserved
-                for all of them at once. A buffer that grows is held twice, since the old one is
-                kept for undoing a failed forward. 0 if the number is unknown.
+        Memory is reserved at once for the ``missing`` tokens that are still to come, these
+        included: a buffer that grows is held twice, since the old one is kept for undoing a failed
+        forward.
         """
         room = self.room + (0 if keys.requires_grad else missing)
         if self.held is None:  # the first chunk of a first prompt
@@ -315,12 +309,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def join(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's keys and values with new ones at the end, for `store` to choose from.
 
-        The layer holds some already, and holds the new tokens only after `store` has kept some of
-        all slots. If there is memory behind the slots held, the new tokens are written there.
-
-        Args:
-            keys: ``[batch, kv_heads, new_len, head_dim]``.
-            values: ``[batch, kv_heads, new_len, head_dim]``.
+        The layer holds the new tokens only after `store` has kept some of all slots. They are
+        written behind the slots held if there is memory.
         """
         held = self.held
         assert held is not None
@@ -332,45 +322,24 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         held_keys, held_values = held.read()
         return torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
 
-    def append_packed(self, keys: Tensor, values: Tensor) -> Packed:
-        """Append keys and values of one forward to a layer that is stored without padding.
-
-        It does what `append` does, and unpacks nothing.
-        """
-        assert self.held is not None
-        held = self.held.appended(keys, values)
-        assert isinstance(held, Packed)
-        self.held = held
-        return held
-
     def claim(self) -> tuple[Tensor, Tensor]:
-        """Return the key and value buffers, into whose free slots another object will write.
-
-        They are ``[batch, kv_heads, capacity, head_dim]``, with the layer's ``room`` behind the
-        slots held. Until `release`, only that object appends.
-        """
-        self.held = room = self._padded_alike().with_room(self.room)
-        return room.claim()
-
-    def _padded_alike(self) -> Plain:
-        """Return keys and values in the padded form that fixed buffers need."""
-        held = self.held.unpacked() if isinstance(self.held, Packed) else self.held
+        """Return the whole buffers, to which only another object appends until `release`."""
+        held = self.held
+        if isinstance(held, Packed):
+            keys, values = held.read()
+            held = Plain.of(keys, values, keys.device)
         assert isinstance(held, Plain)
-        return held
-
-    def _pack(self) -> None:
-        """Store keys and values without padding again, after decoding into fixed buffers."""
-        held, chosen = self.held, self.contents.chosen
-        if held is None or chosen is None or isinstance(held, Packed):
-            return
-        if self._packs(chosen, int((chosen >= 0).sum())):
-            self._hold(*held.read(), chosen, 0)
+        self.held = held = held.with_room(self.room)
+        return held.claim()
 
     def release(self) -> None:
-        """End `claim`, so that only this layer appends to its buffers."""
-        if isinstance(self.held, Plain):  # not slots chosen since, which have memory of their own
-            self.held.release()
-            self._pack()
+        """End `claim`: only this layer appends again, and its slots are packed if that pays."""
+        held, chosen = self.held, self.contents.chosen
+        if not isinstance(held, Plain):  # slots chosen since, which have memory of their own
+            return
+        held.release()
+        if chosen is not None and self._packs(chosen, int((chosen >= 0).sum())):
+            self._hold(*held.read(), chosen, 0)
 
     def follow(self, tokens: SeenTokens) -> None:
         """Take the new record of the tokens that the cache has read."""
@@ -395,6 +364,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
                 observed=before.observed.rows(rows),
             )
         self.follow(tokens)
+
+    def keep_beside(self, kept: Tensor | None) -> None:
+        """Keep only the slots ``kept`` of what the layer holds in addition to `contents`."""
 
     def beside(self) -> Any:
         """Return what the layer holds in addition to `contents`, such as a recurrent state."""

@@ -21,8 +21,6 @@ class LayerFacts:
     """A record of what is known of one layer of the attached model.
 
     Args:
-        query_heads: Number of query heads; 0 if unknown.
-        spread: How the layer's heads are spread over processes.
         expands: Whether attention computes keys and values of more heads from the tensors held, as
             latent attention does.
         shows_queries: Whether the queries of its attention can be observed.
@@ -36,10 +34,6 @@ class LayerFacts:
     shows_queries: bool = True
     turns: RotaryChannels | None = None
     projection: OutputProjection | None = None
-
-    def of_copy(self) -> LayerFacts:
-        """Return a copy for a copied cache, which is bound to no model."""
-        return attrs.evolve(self, shows_queries=True, projection=None)
 
     def rotary(self, gapless: Gapless | None = None) -> LayerRotary:
         """Return the rotary embedding of the layer's keys; see `LayerRotary`."""

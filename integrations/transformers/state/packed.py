@@ -10,18 +10,11 @@ import torch
 from torch import Tensor
 
 from kvpolicy.host_counts import on_device
-from kvpolicy.integrations.transformers.state.storage import GROWTH_SHARE, Plain, Storage, StoredKV
+from kvpolicy.integrations.transformers.state.storage import GROWTH_SHARE, Storage, StoredKV
 
 
 def wastes_slots(positions: Tensor, tokens: int) -> bool:
-    """True if padding all heads to one length would take more memory than a layer may waste.
-
-    The limit is `GROWTH_SHARE` of all slots.
-
-    Args:
-        positions: ``[batch, kv_heads, kept_len]`` positions of the kept tokens, -1 on padding.
-        tokens: How many of these slots are not padding.
-    """
+    """True if padding heads to one length wastes more slots than `GROWTH_SHARE` of them."""
     return positions.numel() - tokens > positions.numel() * GROWTH_SHARE
 
 
@@ -62,17 +55,11 @@ class Packed(StoredKV):
         *,
         counts: Sequence[int] | None = None,
     ) -> Packed:
-        """Store only the given slots of a layer, each head without padding.
+        """Store only the slots ``kept`` of a layer, each head without padding.
 
-        Args:
-            storage: How the slots are held.
-            keys: ``[batch, kv_heads, key_len, head_dim]``.
-            values: ``[batch, kv_heads, key_len, head_dim]``.
-            kept: ``[batch, kv_heads or 1, kept_len]``, the slots to keep, padded with -1 on the
-                left.
-            appended: How many of the last slots are appended tokens, which every head holds.
-            counts: How many slots each head of each row keeps, row by row; None if unknown, so that
-                it must be read from ``kept``.
+        ``kept`` is ``[batch, kv_heads or 1, kept_len]``, padded with -1 on the left. Every head
+        also holds the last ``appended`` slots. ``counts`` is how many slots each head of each row
+        keeps, row by row; None if it must be read from ``kept``.
 
         Example:
             >>> from kvpolicy.integrations.transformers import PlainStorage
@@ -130,11 +117,8 @@ class Packed(StoredKV):
     def parts(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Return keys and values of the kept tokens, then keys and values of the appended tokens.
 
-        They are on the device where attention needs them.
-
-        Returns:
-            Tensors ``[total, head_dim]`` and ``[batch, kv_heads, new_len, head_dim]``, which may be
-            views.
+        They are ``[total, head_dim]`` and ``[batch, kv_heads, new_len, head_dim]``, and may be
+        views.
         """
         keys, values = self.chosen.read()
         return (keys[0, 0], values[0, 0]), self.recent.read()
@@ -163,12 +147,7 @@ class Packed(StoredKV):
         whole[:, :, width:] = recent
         return whole
 
-    def unpacked(self) -> Plain:
-        """Return the same keys and values, padded to the length of the longest head."""
-        keys, values = self.read()
-        return Plain.of(keys, values, keys.device)
-
-    def appended(self, keys: Tensor, values: Tensor) -> StoredKV:
+    def appended(self, keys: Tensor, values: Tensor) -> Packed:
         """See `StoredKV.appended`."""
         return attrs.evolve(self, recent=self.recent.appended(keys, values))
 
@@ -192,10 +171,7 @@ class Packed(StoredKV):
         return self._taken(taken, [self.counts[each] for each in taken], self.recent.rows(rows))
 
     def _taken(self, taken: range | list[int], counts: list[int], recent: StoredKV) -> Packed:
-        """Return a copy with only the first ``counts`` kept tokens of the given heads.
-
-        ``taken`` are indices of heads, ``row * kv_heads + head``.
-        """
+        """Return the first ``counts`` kept tokens of the heads ``row * kv_heads + head``."""
         keys, values = self.chosen.read()
         ends = list(itertools.accumulate(self.counts))
         lengths = torch.tensor(counts, dtype=torch.int64)

@@ -43,12 +43,9 @@ class RecentQueries:
     ) -> RecentQueries:
         """Return a copy with the queries of one more forward added.
 
-        Args:
-            queries: ``[batch, query_heads, new_len, head_dim]``.
-            tokens: The tokens seen, those of the forward included.
-            most: How many queries to remember before those of this forward, whose tokens may be
-                removed again; None for all.
-            unbroken: Number of last columns that are not padding in any row.
+        ``most`` is how many queries to remember before those of this forward, whose tokens may be
+        removed again; None for all. ``unbroken`` is the number of last columns that are not padding
+        in any row.
         """
         new_len, end = queries.shape[2], tokens.seen
         own = queries if self.queries is None else torch.cat([self.queries, queries], dim=2)
@@ -140,9 +137,6 @@ NO_QUERIES = RecentQueries()
 
 
 def _taken(queries: Tensor, order: Tensor) -> Tensor:
-    """Return the queries at the indices ``order`` ``[batch, taken]``.
-
-    ``queries`` are ``[batch, query_heads, count, head_dim]``.
-    """
+    """Return the queries at the indices ``order`` ``[batch, taken]``."""
     index = order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
     return queries.gather(2, index)

@@ -7,9 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.model.kinds import (
-    LayerKind,
-)
+from kvpolicy.integrations.transformers.model.kinds import LayerKind
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -31,7 +29,6 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
 
     Args:
         storage: How keys and values are held; the state is held unchanged.
-        room: See `PolicyLayer`.
         number_of_states: Number of states of either kind, one for each module of the layer that has
             a state.
     """
@@ -123,10 +120,6 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
         super().restore(contents, beside, tokens)
         self.hold_states(*(beside or ({}, {})))
 
-    def reset(self) -> None:
-        """Forget the layer's states, and all its keys and values."""
-        PolicyLayer.reset(self)
-
     # The interface of a cache layer of Transformers.
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -150,16 +143,11 @@ class EmptyLayer(PolicyLayer, EMPTY_LAYER):  # type: ignore[misc]
     attends = False
     plain = False
 
-    def __init__(self, storage: Storage | None = None, room: int = 0) -> None:
-        PolicyLayer.__init__(self, storage, room)
-
 
 class SharedLayer(EmptyLayer):
     """A cache layer without keys of its own, for a model layer that attends to another's keys.
 
     Args:
-        storage: See `PolicyLayer`.
-        room: See `PolicyLayer`.
         producer: Index of the layer that holds them; `link` connects the two.
     """
 
@@ -168,7 +156,7 @@ class SharedLayer(EmptyLayer):
     ) -> None:
         super().__init__(storage, room)
         self.producer = producer
-        self._lender: PolicyLayer | None = None
+        self.lender: PolicyLayer | None = None
 
     def settings(self) -> dict[str, Any]:
         """See `PolicyLayer.settings`."""
@@ -177,11 +165,7 @@ class SharedLayer(EmptyLayer):
     @property
     def positions(self) -> Tensor | None:
         """The positions of the other layer's keys that this layer uses; None before `link`."""
-        return None if self._lender is None else self._lender.positions
-
-    def borrow(self, lender: PolicyLayer) -> None:
-        """Set the cache layer whose keys and values this layer attends to."""
-        self._lender = lender
+        return None if self.lender is None else self.lender.positions
 
 
 def link(layers: Sequence[PolicyLayer]) -> None:
@@ -189,7 +173,7 @@ def link(layers: Sequence[PolicyLayer]) -> None:
     for layer in layers:
         if isinstance(layer, SharedLayer):
             assert layer.producer is not None
-            layer.borrow(layers[layer.producer])
+            layer.lender = layers[layer.producer]
 
 
 def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:

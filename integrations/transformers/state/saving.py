@@ -38,11 +38,7 @@ class SavedCache:
     """A cache as it is written to a file and read from one.
 
     Args:
-        policy: The policy's description.
         model: The fingerprint of the model that filled the cache.
-        tokens: The tokens seen.
-        layers: The layers of the cache.
-        propagated: See `PolicyCache.propagated`.
         starts_turn: Whether the policy acts on the next forward.
     """
 
@@ -60,7 +56,7 @@ class SavedCache:
         model, samples = self.model.packed()
         seen = attrs.asdict(self.tokens, recurse=False)
         found = {"model.samples": samples}
-        found |= {f"tokens.{name}": each for name, each in seen.items() if _is_tensor(each)}
+        found |= {f"tokens.{n}": each for n, each in seen.items() if isinstance(each, Tensor)}
         found |= {f"propagated.{index}": each for index, each in self.propagated.items()}
         for index, layer in enumerate(self.layers):
             found |= {f"layers.{index}.{name}": each for name, each in layer.tensors().items()}
@@ -72,7 +68,7 @@ class SavedCache:
         contents = {
             "policy": self.policy,
             "model": model,
-            "tokens": {name: each for name, each in seen.items() if not _is_tensor(each)},
+            "tokens": {n: each for n, each in seen.items() if not isinstance(each, Tensor)},
             "layers": [
                 [type(layer).__name__, layer.settings(), layer.facts.query_heads]
                 for layer in self.layers
@@ -129,10 +125,6 @@ class SavedCache:
                 f"{own or self.policy}, got {policy}"
             )
         return policy
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _digest(text: str) -> str:

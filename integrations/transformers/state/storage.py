@@ -260,21 +260,17 @@ class Plain(StoredKV):
         home, after = self.keys.device, self.length + keys.shape[2]
         keys, values = keys.to(home), values.to(home)
         full = self.length == self.keys.shape[2]
-        few = full and self.is_at_hand and not self.grows_in_place
+        few = full and self.is_at_hand and self.keys.nbytes <= COPIED_BYTES
         if few or not self._may_write(keys, values):
             held_keys, held_values = self._taken()
             joined = torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
             return Plain(*joined, self.device, after, _Used(after))
-        held = self if self._has_room(after) else self._grown(after)
+        growth = max(int(after * GROWTH_SHARE), SMALLEST_GROWTH)
+        held = self if self._has_room(after) else self.moved(after + growth)
         held.keys[:, :, self.length : after] = keys
         held.values[:, :, self.length : after] = values
         held.used.slots = after
         return Plain(held.keys, held.values, held.device, after, held.used)
-
-    @property
-    def grows_in_place(self) -> bool:
-        """True if reserved memory spares a copy of all slots when a token is appended."""
-        return self.keys.nbytes > COPIED_BYTES
 
     @property
     def is_at_hand(self) -> bool:
@@ -311,10 +307,6 @@ class Plain(StoredKV):
     def release(self) -> None:
         """End `claim`, so that tokens can be appended to this object again."""
         self.used.slots = self.length
-
-    def _grown(self, after: int) -> Plain:
-        """Return a copy in larger buffers, with room for more tokens."""
-        return self.moved(after + max(int(after * GROWTH_SHARE), SMALLEST_GROWTH))
 
     def moved(self, capacity: int) -> Plain:
         """Return a copy in new buffers with ``capacity`` slots, 0 on free slots."""

@@ -67,18 +67,12 @@ class SeenTokens:
 
     @property
     def seen(self) -> int:
-        """The number of input columns that were read, padding included.
-
-        Transformers calls it the sequence length of a cache.
-        """
+        """The number of input columns that were read, padding included."""
         return self.valid.shape[1]
 
     @property
     def unbroken(self) -> int:
-        """The number of last columns in which no row has padding.
-
-        Reading it waits for the device.
-        """
+        """The number of last columns in which no row has padding; reading waits for the device."""
         if not self.padded:
             return self.seen
         return int(self.valid.all(dim=0).flip(0).cumprod(dim=0).sum())
@@ -98,10 +92,7 @@ class SeenTokens:
         return torch.cat([self.acted_ids, self.appended_ids], dim=1)
 
     def positions_of(self, new_valid: Tensor) -> Tensor:
-        """Return the positions ``[batch, new_len]`` that the next tokens will have in their rows.
-
-        They are -1 where ``new_valid`` is False.
-        """
+        """Return the next tokens' positions in their rows, ``[batch, new_len]``, -1 on padding."""
         positions = self.lengths[:, None] + new_valid.cumsum(dim=1) - 1
         return positions.masked_fill(~new_valid, -1)
 
@@ -128,15 +119,13 @@ class SeenTokens:
 
         Args:
             positions: ``[batch, new_len]`` int64, in the order the layers hold them.
-            columns: ``[batch, new_len]`` bool, in the order of the input.
-            ids: ``[batch, new_len]``, in the order of the input; None if they are unknown.
+            columns: ``[batch, new_len]`` bool, in the order of the input, as ``ids`` and ``kinds``.
+            ids: None if they are unknown.
             padded: Whether any column is padding.
             acts: Whether the policy acts on these tokens; then no token counts as appended.
-            skipped: ``[batch]`` int64, how many of these tokens a restarted prefill left out; None
-                if it does not restart.
-            kinds: ``[batch, new_len]`` int8, the kind of each column; None if all are text.
-            bounded: Whether they belong to a bounded answer, so that the tokens of each row are
-                counted.
+            skipped: ``[batch]`` int64, how many of these tokens a restart left out, if it did.
+            kinds: None if all are text.
+            bounded: Whether the answer is bounded, so that the tokens of each row are counted.
         """
         new = torch.full_like(columns, -1, dtype=torch.int64) if ids is None else ids.long()
         since = torch.cat([self.appended_ids, new], dim=1)
@@ -174,10 +163,7 @@ class SeenTokens:
         return text
 
     def settled(self, every: int = 0) -> SeenTokens:
-        """Return a copy after the policy has acted, in which no token counts as appended.
-
-        The policy has acted on all tokens.
-        """
+        """Return a copy after the policy has acted on all tokens; none counts as appended."""
         since = tuple(0 if count >= every else count for count in self.since)
         return attrs.evolve(
             self,
@@ -188,11 +174,7 @@ class SeenTokens:
         )
 
     def kinds_at(self, positions: Tensor) -> Tensor | None:
-        """Return the `TokenKind` of the tokens at ``positions``; None if all are text.
-
-        ``positions`` and the result are ``[batch, kv_heads, key_len]``. The kind at position -1 has
-        no meaning.
-        """
+        """Return the `TokenKind` of the tokens at ``positions``; None if all are text."""
         if self.kinds is None:
             return None
         # By position: a row's own columns, in their order.
@@ -237,14 +219,10 @@ class SeenTokens:
         return attrs.evolve(self, **taken)
 
     def with_padding(self, valid: Tensor) -> tuple[SeenTokens, Tensor]:
-        """Return a copy in which some tokens already read are padding, as after an end of text.
+        """Return a copy in which tokens already read are padding, as after an end of text.
 
-        Args:
-            valid: ``[batch, seen]`` bool, False also where `self.valid` is.
-
-        Returns:
-            The record of the remaining tokens, and ``[batch, seen]`` int64 that maps an old
-            position to the new one, -1 for tokens that are padding now.
+        Tokens remain where ``valid`` is True. Also returns ``[batch, seen]`` int64 that maps an old
+        position to the new one, -1 for tokens that are padding now.
         """
         before = (self.valid.cumsum(dim=1) - 1).masked_fill(~self.valid, 0)
         after = (valid.cumsum(dim=1) - 1).masked_fill(~valid, -1)
@@ -260,13 +238,7 @@ class SeenTokens:
         return tokens, moved
 
     def first_unlike(self, ids: Tensor) -> tuple[int, int] | None:
-        """Return the first token read whose id differs in ``ids``, as row and column.
-
-        It is returned as row and column, None if there is none.
-
-        Args:
-            ids: ``[batch, len]``, ids of the conversation, at least for the columns seen.
-        """
+        """Return row and column of the first token read whose id differs; None if there is none."""
         own = self.ids
         unlike = self.valid & (own >= 0) & (ids[:, : self.seen].to(own.device, own.dtype) != own)
         columns = unlike.any(dim=0)

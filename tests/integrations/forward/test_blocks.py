@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from kvpolicy import attention
 from kvpolicy.integrations.transformers.forward import blocks
 from kvpolicy.integrations.transformers.forward.blocks import Blocks, LowerRight
 
@@ -69,7 +70,7 @@ def eager(
 @pytest.mark.parametrize("way", ["joined", "sdpa", "eager"])
 @pytest.mark.parametrize("size", [64, 1 << 22])
 def test_in_order(monkeypatch: pytest.MonkeyPatch, before: int, way: str, size: int) -> None:
-    monkeypatch.setitem(blocks.BLOCK_BYTES, "cpu", size)
+    monkeypatch.setitem(attention.BLOCK_BYTES, "cpu", size)
     if way == "sdpa":
         monkeypatch.setattr(blocks, "_KERNEL", None)
     query, key, value = drawn(before)
@@ -86,7 +87,7 @@ def test_by_position(
     monkeypatch: pytest.MonkeyPatch, window: int | None, implementation: str, size: int
 ) -> None:
     """Heads hold unlike tokens with gaps, and a row is padded."""
-    monkeypatch.setitem(blocks.BLOCK_BYTES, "cpu", size)
+    monkeypatch.setitem(attention.BLOCK_BYTES, "cpu", size)
     query, key, value = drawn()
     draw = torch.Generator().manual_seed(1)
     held = torch.stack(

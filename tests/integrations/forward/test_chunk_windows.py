@@ -1,10 +1,8 @@
 """What layers hold of a prompt between its chunks, and that it changes no result."""
 
 import copy
-import re
 import weakref
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import kvpolicy
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, QuantizedStorage
 from kvpolicy.policies import (
@@ -316,14 +313,6 @@ def test_choosing_before_the_end_would_change_results(name: str) -> None:
     else:
         assert alike[0]
         assert not any(alike[1:])
-
-
-def test_the_page_names_every_method() -> None:
-    page = (Path(__file__).parents[3] / "docs/memory.md").read_text()
-    section = page.split("### Between the chunks of a prompt")[1].split("\n## ")[0]
-    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
-    methods = [type(kvpolicy.build(name)).__name__ for name in kvpolicy.registered("policy")]
-    assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(methods)
 
 
 @pytest.mark.parametrize("name", ["snapkv", "fastkv"])

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvpolicy import CachePolicy
+from kvpolicy import CachePolicy, attention
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.forward import blocks
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.model.masks import Visibility
 from kvpolicy.policies import (
@@ -204,7 +203,7 @@ def test_narrowing_changes_nothing(
 ) -> None:
     """Also in blocks of few queries; against the same run with every layer run whole."""
     model = tiny_model("llama", seed=1, attn_implementation=implementation)
-    monkeypatch.setitem(blocks.BLOCK_BYTES, "cpu", block)
+    monkeypatch.setitem(attention.BLOCK_BYTES, "cpu", block)
     logits, kept = run(model, POLICIES[name], padded)
     monkeypatch.setattr(PassRun, "_narrows", lambda *_: False)
     expected, whole = run(model, POLICIES[name], padded)
@@ -226,7 +225,7 @@ def test_no_mask_is_larger_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None
 
     whole = Visibility.mask
     monkeypatch.setattr(Visibility, "mask", record)
-    monkeypatch.setitem(blocks.BLOCK_BYTES, "cpu", 4096)
+    monkeypatch.setitem(attention.BLOCK_BYTES, "cpu", 4096)
     model = tiny_model("llama", seed=1)
     cache = PolicyCache(FastKV(tsp_rate=0.5, retention_rate=0.3))
     with cache.attached(model):

@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy import LayerContext
+from kvpolicy import LayerContext, attention
 from kvpolicy.policies import RedundancyScorer
-from kvpolicy.policies.scorers import redundancy
 from tests.reference.decoding import softmax
 from tests.reference.selection import max_pool
 
@@ -68,7 +67,7 @@ def test_redundancy_is_that_of_slow_loops(
     monkeypatch: pytest.MonkeyPatch, threshold: float, block_bytes: int
 ) -> None:
     """Blocks of several heads, of one, and of a few keys; the last run is not full."""
-    monkeypatch.setitem(redundancy.BLOCK_BYTES, "cpu", block_bytes)
+    monkeypatch.setitem(attention.BLOCK_BYTES, "cpu", block_bytes)
     lens = (213, 150)
     context = with_copies(random_layer(3, lens, query_len=4), 5)
     scorer = RedundancyScorer(window_size=1, kernel_size=1, importance=0.0, threshold=threshold)

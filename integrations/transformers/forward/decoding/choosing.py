@@ -54,13 +54,8 @@ class WindowSurvivors:
     ) -> WindowSurvivors:
         """Find the keys of a sliding layer that the next token's window sees.
 
-        Args:
-            positions: ``[batch, kv_heads or 1, key_len]`` int64, -1 on padding.
-            lengths: ``[batch]``, number of tokens of each row.
-            window: The layer's sliding window.
-            implementation: The model's attention implementation.
-            seen_len: ``lengths`` as Python ints; None if unknown.
-            held_len: See `LayerContext`.
+        ``seen_len`` are the rows' ``lengths`` as Python ints, None if unknown; for ``held_len`` see
+        `LayerContext`.
         """
         lengths = lengths.to(positions.device)[:, None, None]
         short = lengths <= window
@@ -74,10 +69,7 @@ class WindowSurvivors:
         return WindowSurvivors(near, short, shorter, counts)
 
     def kept(self, chosen: Tensor | None) -> Tensor:
-        """Return the key indices ``[batch, kv_heads or 1, kept_len]`` that the layer keeps.
-
-        ``chosen`` are the policy's indices for the short rows.
-        """
+        """Return the slots that the layer keeps, in short rows those ``chosen`` by the policy."""
         most = int(self.near.sum(dim=-1).max()) if self.counts is None else max(self.counts)
         kept = compress(self.near, most)
         if chosen is None:
@@ -91,15 +83,7 @@ class WindowSurvivors:
 
 
 def carried_for(observed: RecentQueries, keys: Tensor, carries: int) -> Tensor:
-    """Return the scorer's state for each key of a layer, 0 for keys since the last eviction.
-
-    It is ``[batch, kv_heads, key_len, carries]``.
-
-    Args:
-        observed: The layer's decoded queries and scorer state.
-        keys: ``[batch, kv_heads, key_len, head_dim]``, in the order in which the layer holds them.
-        carries: How many numbers the state has for each key.
-    """
+    """Return the scorer's state ``[batch, kv_heads, key_len, carries]``, 0 for newer keys."""
     held = observed.carried
     if held is None:
         return torch.zeros(*keys.shape[:3], carries, dtype=torch.float32, device=keys.device)
@@ -108,12 +92,7 @@ def carried_for(observed: RecentQueries, keys: Tensor, carries: int) -> Tensor:
 
 @attrs.frozen(eq=False)
 class Due:
-    """A record of the rows of a batch in which layers evict now; other rows keep all tokens.
-
-    Args:
-        rows: ``[count]`` int64, on the tokens' device.
-        tokens: The tokens of these rows.
-    """
+    """A record of the rows of a batch in which layers evict now; other rows keep all tokens."""
 
     rows: Tensor
     tokens: SeenTokens
@@ -132,17 +111,10 @@ class LayerCandidates:
     """A record of all tokens that a layer holds during an answer, from which it chooses.
 
     Args:
-        layer: The layer.
-        index: Index of the layer.
-        num_layers: Number of layers of the model.
-        keys: ``[batch, kv_heads, key_len, head_dim]``, as attention gets them.
-        values: ``[batch, kv_heads, key_len, head_dim]``, as attention gets them.
         stored: The tensors held, if attention computes more heads from them; else keys and values.
         positions: ``[batch, kv_heads or 1, key_len]`` int64, positions of the slots stored, -1 on
             padding.
-        scores: How products of queries and keys become scores.
         tokens: The tokens seen, the last of which count as appended.
-        observed: The layer's decoded queries and scorer state.
     """
 
     layer: PolicyLayer
@@ -164,18 +136,10 @@ class LayerCandidates:
         follows: Tensor | None = None,
         due: Due | None = None,
     ) -> Tensor:
-        """Let the layer choose which of the tokens it holds to keep, and keep only these.
+        """Let the layer choose which of the tokens it holds to keep; return the slots kept.
 
-        Args:
-            decoding: The rule that bounds the answer.
-            window: The layer's sliding window, if it is shorter than the context.
-            implementation: The model's attention implementation.
-            follows: ``[batch, 1, kept_len]`` int64, the choice of an earlier layer that holds the
-                same tokens, which this layer keeps too; None if it chooses by itself.
-            due: The rows in which the layer chooses; None for all.
-
-        Returns:
-            ``[batch, kv_heads or 1, kept_len]`` int64, the slots kept, padding on the left.
+        Only the rows that are ``due`` choose; None for all. ``follows`` is the choice of an earlier
+        layer that holds the same tokens, which this layer keeps too; None if it chooses by itself.
         """
         held, order = self._padding_first()
         carries = decoding.state_size

@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import DynamicCache
 
-from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 from kvpolicy.integrations.transformers.model.kinds.chunked import ChunkedAttention
 from kvpolicy.integrations.transformers.model.kinds.cross_attention import CrossAttention
@@ -36,7 +35,6 @@ __all__ = [
     "SideBySide",
     "SlidingWindow",
     "Tokenwise",
-    "check_kinds",
 ]
 
 # In the order in which they are tried; the last one accepts every layer.
@@ -87,14 +85,6 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
         )
         kinds.append(next(kind for each in KINDS if (kind := each.of(facts)) is not None))
     return kinds
-
-
-def check_kinds(kinds: Sequence[LayerKind]) -> None:
-    """Check that no decoder layer is of a kind that policies cannot be applied to."""
-    for index, kind in enumerate(kinds):
-        refusal = kind.refusal(index)
-        if refusal is not None:
-            raise UnsupportedModelError(refusal)
 
 
 def _producers(config: Any, called: Sequence[str]) -> dict[int, int]:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import attrs
-
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 from kvpolicy.integrations.transformers.model.masks import Chunk
 
 
-@attrs.frozen
 class ChunkedAttention(LayerKind):
     """A layer that attends only within chunks of the context, so that it needs no policy.
 
@@ -19,7 +14,7 @@ class ChunkedAttention(LayerKind):
     layer. Tokens cannot be dropped after it, since it has not seen all of them.
     """
 
-    name: ClassVar[str] = "chunked attention"
+    name = "chunked attention"
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:

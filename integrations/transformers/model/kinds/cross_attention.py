@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import attrs
-
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 
 
-@attrs.frozen
 class CrossAttention(LayerKind):
     """A layer that attends to images, whose keys and values no policy evicts.
 
@@ -18,9 +13,9 @@ class CrossAttention(LayerKind):
     look at no token.
     """
 
-    name: ClassVar[str] = "cross attention"
-    attends: ClassVar[bool] = False
-    crosses: ClassVar[bool] = True
+    name = "cross attention"
+    attends = False
+    crosses = True
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import attrs
-
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 
 
-@attrs.frozen
 class FullAttention(LayerKind):
     """A layer that attends to all tokens before; a policy evicts its tokens per KV head."""
 
-    name: ClassVar[str] = "full attention"
+    name = "full attention"
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import attrs
-
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 
 
-@attrs.frozen
 class Indexed(LayerKind):
     """A layer whose indexer picks keys by an extra index key of each token (DeepSeek Sparse).
 
@@ -25,8 +20,8 @@ class Indexed(LayerKind):
     earlier layer's indexer keeps the same tokens as that layer.
     """
 
-    name: ClassVar[str] = "with an indexer"
-    picks: ClassVar[bool] = True
+    name = "with an indexer"
+    picks = True
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import attrs
-
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 
 
-@attrs.frozen
 class LatentAttention(LayerKind):
     """A layer that holds a latent and a rotary key of each token for all heads together (MLA).
 
@@ -22,7 +17,7 @@ class LatentAttention(LayerKind):
     from the tensors that the cache returns.
     """
 
-    name: ClassVar[str] = "latent attention"
+    name = "latent attention"
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:

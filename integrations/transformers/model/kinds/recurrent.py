@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import attrs
-
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 
 
-@attrs.frozen
 class Recurrent(LayerKind):
     """A layer that holds a state of fixed size, of which a policy can evict nothing.
 
@@ -23,8 +18,8 @@ class Recurrent(LayerKind):
     modules, where calls with another cache change them, is refused.
     """
 
-    name: ClassVar[str] = "recurrent"
-    attends: ClassVar[bool] = False
+    name = "recurrent"
+    attends = False
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:

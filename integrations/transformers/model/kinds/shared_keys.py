@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import attrs
-
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 
 
-@attrs.frozen
 class SharedKeys(LayerKind):
     """A layer that makes no keys of its own, and attends to the kept keys of an earlier layer.
 
@@ -19,8 +14,8 @@ class SharedKeys(LayerKind):
     all tokens that reach it, since others need all keys. Nothing is compiled.
     """
 
-    name: ClassVar[str] = "shared keys"
-    attends: ClassVar[bool] = False
+    name = "shared keys"
+    attends = False
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:

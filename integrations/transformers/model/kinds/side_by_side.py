@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import attrs
-
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 
 _CACHED_AS = (
@@ -14,7 +10,6 @@ _CACHED_AS = (
 )
 
 
-@attrs.frozen
 class SideBySide(LayerKind):
     """A layer with attention and a recurrence: keys and values of each token, and a state.
 
@@ -27,7 +22,7 @@ class SideBySide(LayerKind):
     layers share a module's weights, a call is assigned to the layer in which it happens.
     """
 
-    name: ClassVar[str] = "attention and recurrent"
+    name = "attention and recurrent"
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import attrs
-
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 
 
-@attrs.frozen
 class SlidingWindow(LayerKind):
     """A layer that holds only the tokens in its sliding window, so that it needs no policy.
 
@@ -18,7 +13,7 @@ class SlidingWindow(LayerKind):
     even after tokens were dropped in earlier layers.
     """
 
-    name: ClassVar[str] = "sliding window"
+    name = "sliding window"
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import attrs
-
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 
 
-@attrs.frozen
 class Tokenwise(LayerKind):
     """A layer that is only an MLP or experts, and holds nothing in the cache."""
 
-    name: ClassVar[str] = "without attention"
-    attends: ClassVar[bool] = False
+    name = "without attention"
+    attends = False
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:
