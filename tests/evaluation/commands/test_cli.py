@@ -176,7 +176,7 @@ def test_policies_lists_everything_in_80_columns() -> None:
     start = lines.index("  snapkv  (arXiv 2404.14469)")
     assert lines[start + 2 : start + 4] == [
         "    retention_rate=0.1, prefill_block=None, decoding=None, window_size=8,",
-        "    protect=0, kernel_size=7, group_first=False",
+        "    retention_tokens=None, protect=0, kernel_size=7, group_first=False",
     ]
     order = [line for line in lines if line and not line.startswith(" ")]
     assert order == ["policy", "scorer", "selector", "propagation"]
