@@ -44,6 +44,7 @@ OTHERS: dict[str, CachePolicy] = {
     "key_norm": KeyNorm(0.3),
     "kvzip": KVZIP,
     "random": Random(0.3),
+    "replaykv_alike": ReplayKV(0.3, head_uniform=True),
     "rkv": RKV(0.3),
 }
 POLICIES = {name: policy for name, (policy, _) in METHODS.items()} | OTHERS
