@@ -171,10 +171,10 @@ class _Layer:
     ) -> _Layer:
         """Gather one layer's saliency from all tensor-parallel processes onto one device."""
         parts = (group_mean(saliency, context.kv_heads), context.valid, protected)
-        scores, valid, held = (context.layer.heads.gather(part).to(device) for part in parts)
+        scores, valid, always = (context.layer.heads.gather(part).to(device) for part in parts)
         slots = torch.arange(scores.shape[2], device=device)
         new = slots >= len(slots) - context.new_valid.sum(dim=1)[:, None, None].to(device)
-        return _Layer(scores, valid, held, new.expand_as(held))
+        return _Layer(scores, valid, always, new.expand_as(always))
 
     def kept(self, taken: Tensor, context: LayerContext) -> Tensor:
         """Return the token indices that this process's heads keep, from a mask for all heads."""

@@ -12,34 +12,28 @@ from torch import Tensor
 from kvpolicy.attention import group_mean, neighbour_mean, standardized
 from kvpolicy.checks import check_kernel_size
 from kvpolicy.context import LayerContext
+from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.selection import compress, head_budgets, select_top
 
 
+@documented
 @attrs.frozen
 class SameTokensSelector(GQAGroupSelector):
     """Keeps the same tokens in all heads of all layers: those that stand out in any of them.
 
     Layers choose after all of them were scored. The saliency of a KV head is the mean over the
-    query heads of its group, standardized to mean 0 and deviation 1 over the head's other
-    tokens. A token's ranking is its largest in any head of any layer that holds it, and then the
-    mean over it and its neighbours, where protected tokens and what lies outside count as 0. Every
-    head keeps the protected tokens and the highest others. So all heads keep equally many tokens,
+    query heads of its group, standardized to mean 0 and deviation 1 over the head's tokens that are
+    not protected. A token's ranking is its largest in any head of any layer that holds it, and then
+    the mean over it and its neighbours, where protected tokens and what lies outside count as 0.
+    Every head keeps the protected tokens and the highest others. So all heads keep equally many tokens,
     the same ones where they hold the same, as after one prompt without a drop.
 
     For documents that are served with the same number of slots in all heads, such as in vLLM:
     heads that choose on their own lose what only few heads look for.
 
     Args:
-        retention_rate: Fraction of each row's tokens that are kept, in (0, 1].
-        window_size: Trailing tokens that are always kept, at least 0.
-        retention_tokens: Number of tokens kept, at least 1, in place of the rate.
-        protect: First tokens of the row's context that are always kept, at least 0.
         kernel_size: Width, odd, of the mean over neighbours; 1 for none.
-
-    Raises:
-        TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range, or both budgets are given.
 
     Example:
         >>> selector = SameTokensSelector(0.2)
@@ -49,7 +43,7 @@ class SameTokensSelector(GQAGroupSelector):
     Source: This project.
     """
 
-    paper: ClassVar[str] = "this project"
+    paper: ClassVar[str] = ""
 
     kernel_size: int = attrs.field(default=7, kw_only=True)
 
