@@ -26,8 +26,8 @@ class SameTokensSelector(GQAGroupSelector):
     query heads of its group, standardized to mean 0 and deviation 1 over the head's tokens that are
     not protected. A token's ranking is its largest in any head of any layer that holds it, and then
     the mean over it and its neighbours, where protected tokens and what lies outside count as 0.
-    Every head keeps the protected tokens and the highest others. So all heads keep equally many tokens,
-    the same ones where they hold the same, as after one prompt without a drop.
+    Every head keeps the protected tokens and the highest others. So all heads keep equally many
+    tokens, the same ones where they hold the same, as after one prompt without a drop.
 
     For documents that are served with the same number of slots in all heads, such as in vLLM:
     heads that choose on their own lose what only few heads look for.
