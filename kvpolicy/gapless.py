@@ -36,6 +36,11 @@ def check_gapless(
             "since the next token then has no single position after them, got gapless=True with "
             f"{selector}; use a selector that declares equal_counts, such as GQAGroupSelector"
         )
+    if selector.decides_together:
+        raise ValueError(
+            "gapless must be False if layers choose only after all of them were scored, since keys "
+            f"are rotated where a layer chooses, got True with {selector}"
+        )
     if propagation.restarts:
         raise ValueError(
             f"gapless must be False if {propagation} restarts the prefill, since a restart "
