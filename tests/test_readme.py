@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any
 
 import pytest
-from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import BASELINE, read_json
@@ -51,8 +50,8 @@ def test_the_example_of_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.M
     code = HUB.replace('"Qwen/Qwen2.5-1.5B-Instruct"', repr(str(folder))).replace("256", "4")
     total = run(code).splitlines()[-1].split()
     assert total[0] == "total"
-    # A little more than a tenth: the answer's tokens are kept too.
-    assert 10 < float(total[-1].rstrip("%")) < 12
+    # A little more than a fifth: the answer's tokens are kept too.
+    assert 20 < float(total[-1].rstrip("%")) < 24
     assert len(HUB.strip().splitlines()) <= 20
 
 
@@ -132,7 +131,7 @@ def test_what_the_readme_links_exists() -> None:
     """All links are absolute, as a package index needs them, and those into this repository."""
     links = re.findall(r"\]\(([^)]+)\)", README)
     own = [link for link in links if "kvpolicy/kvpolicy" in link]
-    assert len(own) > 15
+    assert len(own) > 8
     missing = []
     for link in own:
         path, _, anchor = link.partition("#")
@@ -152,7 +151,7 @@ def test_anchors_are_githubs() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README) <= 7000
+    assert len(README) <= 6500
     cells = [
         cell.strip() for line in README.splitlines() if line[:1] == "|" for cell in line.split("|")
     ]
@@ -160,28 +159,19 @@ def test_the_readme_is_short() -> None:
     assert max(map(len, cells)) <= 80
 
 
-def test_the_figures_and_the_picture_of_the_readme_are_the_measured_ones() -> None:
-    """Who measures again writes the README's first lines anew, and draws the picture."""
+def test_the_figures_of_the_readme_are_the_measured_ones() -> None:
+    """Who measures again writes the README's first lines anew."""
     record, context = read_json(ROOT / "benchmarks/results/gpu.json"), 131072
     at = {cell["policy"]: cell for cell in record["cells"] if cell["context"] == context}
     full, policy = at["full_context"], at["fastkv"]
-    gpu, pairs = record["machine"]["gpu"], []
-    for value in (
-        lambda cell: median(cell["prefill_ms"]) / 1000,
-        lambda cell: cell["held_bytes"],
-        lambda cell: cell["prefill_peak_bytes"] - cell["before_bytes"],
-    ):
-        pairs.append((value(full), value(policy)))
+    gpu = record["machine"]["gpu"]
+    slow, fast = (median(cell["prefill_ms"]) / 1000 for cell in (full, policy))
+    held, kept = (cell["held_bytes"] for cell in (full, policy))
     text = " ".join(README[: README.index("\n## ")].split())
-    (slow, fast), (held, kept), _ = pairs
     read = f"reads {context:,} tokens in {slow:.1f} s and then holds {held / 1e9:.1f} GB"
     assert f"on one {gpu}," in text
     assert read in text
     assert f"it takes {fast:.1f} s and holds {kept / 1e9:.1f} GB" in text
-    with Image.open(ROOT / "docs/benefit.png") as picture:
-        figures = "; ".join(f"{first:.6g}, {second:.6g}" for first, second in pairs)
-        assert picture.info["Description"] == f"{gpu}: {figures}"
-        assert picture.mode == "RGB" or picture.getextrema()[3] == (255, 255)  # no hole in it
 
 
 def test_the_tables_of_methods() -> None:
@@ -193,7 +183,8 @@ def test_the_tables_of_methods() -> None:
     names = {factory.__name__: name for name, factory in registered("policy").items()}
     assert all(names[method] == page for method, page in found)
     assert f"[All {len(classes)} methods]" in README
-    table = [line for line in README.splitlines() if line.startswith("| ") and "`" in line]
+    section = README[README.index("\n## Methods") : README.index("\n## Compose")]
+    table = [line for line in section.splitlines() if line.startswith("| ") and "`" in line]
     named = {name for line in table for name in re.findall(r"`([A-Z]\w+)", line)}
-    assert len(table) == 7
+    assert len(table) == 5
     assert named < set(classes)
