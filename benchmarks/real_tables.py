@@ -156,17 +156,21 @@ def lost(data: Mapping[str, Any], model: str, tokens: str, rate: str, *tasks: st
     return f"{_table(['policy', *columns], lines)}\n\nPrompts of each: {prompts}."
 
 
-def method(data: Mapping[str, Any], name: str, *others: str) -> str:
-    """Return a small table for a method's page, with full context and perhaps other methods."""
+def method(data: Mapping[str, Any], name: str) -> str:
+    """Return a method's row for its page, after full context's right answers."""
     ways = found_cells(data, "smollm2", "needles", "1000")
-    header, lines = ["right answers, %"], [[_shown(each)] for each in (FULL, name, *others)]
+    full = dict.fromkeys(_percent(it.right(FULL, 1.0)) for it in ways.values())
+    header = ["right answers, % ([SmolLM2](../results.md#real-models-real-text))", "full context"]
+    line, held = [_shown(name), " / ".join(full)], {}
     for way, it in ways.items():
-        for rate in (0.1, 0.2):
-            header.append(f"{way}, {100 * rate:g}% kept")
-            for line, each in zip(lines, (FULL, name, *others), strict=True):
-                own = it.unset.get(each)
-                line.append(_percent(it.right(each, rate) if own is None else 100 * own["score"]))
-    return _table(header, lines)
+        if own := it.unset.get(name):
+            header.append(way)
+            line.append(_percent(100 * own["score"]))
+            held["held"] = f"{100 * own['held']:.0f}%"
+        else:
+            header += [f"{way}, {100 * rate:g}% kept" for rate in (0.1, 0.2)]
+            line += [_percent(it.right(name, rate)) for rate in (0.1, 0.2)]
+    return _table([*header, *held], [[*line, *held.values()]])
 
 
 TABLES = {each.__name__: each for each in (answers, kinds, lost, method)}

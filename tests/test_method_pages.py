@@ -13,6 +13,8 @@ from kvpolicy.registry import registered
 
 PAGES = Path(__file__).parents[1] / "docs" / "methods"
 FILES = sorted(page for page in PAGES.glob("*.md") if page.name != "README.md")
+BUDGETS = (PAGES / "README.md").read_text(encoding="utf-8").partition("## Budgets")[2]
+SHARED = set(re.findall(r"^\| `(\w+)` \|", BUDGETS, re.MULTILINE))
 SECTIONS = ["How it works", "Arguments", "When to use it"]
 PAPER = ["Source", "Where it differs from the paper"]
 
@@ -42,8 +44,10 @@ def test_a_page_has_the_example_and_the_arguments(method: str) -> None:
     arguments = text.partition("## Arguments")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`.*?`) \|", arguments, re.MULTILINE)
     taken = set(inspect.signature(registered("policy")[method]).parameters)
-    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} <= taken
-    assert taken <= set(re.findall(r"`(\w+)`", arguments))
+    said = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert said <= taken
+    assert taken - said <= SHARED
+    assert "(README.md#budgets)" in arguments
 
 
 @pytest.mark.parametrize("page", FILES, ids=lambda page: page.stem)

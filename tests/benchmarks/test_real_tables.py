@@ -57,6 +57,11 @@ def test_tables_by_hand() -> None:
         "",
         "Prompts of each: 8, 5 to 8.",
     ]
+    own = {
+        f"smollm2 needles 1000 {way}": DATA["cells"][f"m t 9 {way}"] for way in ("known", "later")
+    }
+    assert real_tables.method({"cells": own}, "b").endswith("| `b` | 100 | 25 | 50 | 25 | 50 |")
+    assert real_tables.method({"cells": own}, "own").endswith("| `own` | 100 | 50 | 50 | 50% |")
     none = "<!-- real: answers m other 9 -->\n<!-- end -->"
     assert "Not measured yet" in real_tables.written(none, DATA)
 
