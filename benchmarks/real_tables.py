@@ -166,7 +166,7 @@ def method(data: Mapping[str, Any], name: str) -> str:
         if own := it.unset.get(name):
             header.append(way)
             line.append(_percent(100 * own["score"]))
-            held["held"] = f"{100 * own['held']:.0f}%"
+            held.setdefault("held", f"{100 * own['held']:.0f}%")
         else:
             header += [f"{way}, {100 * rate:g}% kept" for rate in (0.1, 0.2)]
             line += [_percent(it.right(name, rate)) for rate in (0.1, 0.2)]
