@@ -157,20 +157,19 @@ def lost(data: Mapping[str, Any], model: str, tokens: str, rate: str, *tasks: st
 
 
 def method(data: Mapping[str, Any], name: str) -> str:
-    """Return a method's row for its page, after full context's right answers."""
+    """Return a line for a method's page: right answers beside full context's."""
     ways = found_cells(data, "smollm2", "needles", "1000")
-    full = dict.fromkeys(_percent(it.right(FULL, 1.0)) for it in ways.values())
-    header = ["right answers, % ([SmolLM2](../results.md#real-models-real-text))", "full context"]
-    line, held = [_shown(name), " / ".join(full)], {}
+    said, kept = [], ", 10% / 20% kept"
     for way, it in ways.items():
-        if own := it.unset.get(name):
-            header.append(way)
-            line.append(_percent(100 * own["score"]))
-            held.setdefault("held", f"{100 * own['held']:.0f}%")
-        else:
-            header += [f"{way}, {100 * rate:g}% kept" for rate in (0.1, 0.2)]
-            line += [_percent(it.right(name, rate)) for rate in (0.1, 0.2)]
-    return _table([*header, *held], [[*line, *held.values()]])
+        own, rights = it.unset.get(name), [it.right(name, rate) for rate in (0.1, 0.2)]
+        if own is not None:
+            rights = [100 * own["score"]]
+            kept = kept if said else f", {100 * own['held']:.0f}% held"
+        said.append(f"{way} {' / '.join(f'{_percent(each)}%' for each in rights)}")
+    full = dict.fromkeys(f"{_percent(it.right(FULL, 1.0))}%" for it in ways.values())
+    said.append(f"full context {' / '.join(full)}")
+    where = "[SmolLM2](../results.md#real-models-real-text)"
+    return f"Right answers on {where}{kept}: question {', '.join(said)}."
 
 
 TABLES = {each.__name__: each for each in (answers, kinds, lost, method)}
