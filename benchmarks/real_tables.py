@@ -162,17 +162,20 @@ def lost(data: Mapping[str, Any], model: str, tokens: str, rate: str, *tasks: st
     return f"{_table(['policy', *columns], lines)}\n\nPrompts of each: {prompts}."
 
 
-def method(data: Mapping[str, Any], name: str, *others: str) -> str:
-    """Return a small table for a method's page, with full context and perhaps other methods."""
+def method(data: Mapping[str, Any], name: str) -> str:
+    """Return a line for a method's page: right answers beside full context's."""
     ways = found_cells(data, "smollm2", "needles", "1000")
-    header, lines = ["right answers, %"], [[_shown(each)] for each in (FULL, name, *others)]
+    said, kept = [], ", 10% / 20% kept"
     for way, it in ways.items():
-        for rate in (0.1, 0.2):
-            header.append(f"{way}, {100 * rate:g}% kept")
-            for line, each in zip(lines, (FULL, name, *others), strict=True):
-                own = it.unset.get(each)
-                line.append(_percent(it.right(each, rate) if own is None else 100 * own["score"]))
-    return _table(header, lines)
+        own, rights = it.unset.get(name), [it.right(name, rate) for rate in (0.1, 0.2)]
+        if own is not None:
+            rights = [100 * own["score"]]
+            kept = kept if said else f", {100 * own['held']:.0f}% held"
+        said.append(f"{way} {' / '.join(f'{_percent(each)}%' for each in rights)}")
+    full = dict.fromkeys(f"{_percent(it.right(FULL, 1.0))}%" for it in ways.values())
+    said.append(f"full context {' / '.join(full)}")
+    where = "[SmolLM2](../results.md#real-models-real-text)"
+    return f"Right answers on {where}{kept}: question {', '.join(said)}."
 
 
 def kept(data: Mapping[str, Any], model: str, tokens: str, timed: str, *names: str) -> str:

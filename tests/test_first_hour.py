@@ -19,12 +19,12 @@ RIGHT = "The special magic number of Paris is 4322492."
 # What each block prints; a scorer's contract prints nothing.
 PRINTED = [
     [],
+    [],
     [
         f"FullContext, 100% held: {RIGHT}",
         f"ReplayKV, 22% held: {RIGHT}",
         "SnapKV, 22% held: The special magic number of Paris is 4321. This is a",
     ],
-    [RIGHT, "22% of the keys and values were held"],
     [],
     ["The special number of Paris is 4322492. It"],
 ]
@@ -41,6 +41,7 @@ def test_the_first_hour(
     monkeypatch.chdir(tmp_path)
     blocks = [code for language, code in FENCE.findall(PAGE) if language == "python"]
     assert len(blocks) == len(PRINTED)
+    assert all(len(re.findall(r"^.+$", code, re.MULTILINE)) <= 10 for code in blocks)
     names: dict[str, object] = {}
     for code, lines in zip(blocks, PRINTED, strict=True):
         printed = io.StringIO()
@@ -58,7 +59,7 @@ def test_the_first_hour(
     named = [command for command in commands if HUB in command]
     assert [command[0] for command in named] == ["compare", "export", "serve-check"]
     own = [command for command in commands if HUB not in command]
-    assert [command[0] for command in own] == ["compare", "export", "generate"]
+    assert [command[0] for command in own] == ["compare", "generate"]
     for command in own:
         small = ["--count", "2", "--rounds", "0"] if command[0] == "compare" else []
         assert main([*command, *small]) == 0
@@ -66,5 +67,4 @@ def test_the_first_hour(
     assert [row["policy"] for row in found["rows"]] == [
         *("full_context", "replaykv", "snapkv", "streamingllm")
     ]
-    assert (tmp_path / "documents/report.safetensors").is_file()
     assert capsys.readouterr().out.rstrip().endswith(RIGHT)

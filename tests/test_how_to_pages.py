@@ -119,14 +119,6 @@ def test_pages_without_a_model_of_the_hub(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.strip() == said
 
 
-def test_positions_without_gaps(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = (each for each in blocks_of("methods/streamingllm.md") if "gapless" in each)
-    exec(block, {})
-    assert f"This prints `{capsys.readouterr().out.strip()}`" in (
-        DOCS / "methods/streamingllm.md"
-    ).read_text(encoding="utf-8")
-
-
 def test_images(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     family = "qwen3_vl"
     made = {

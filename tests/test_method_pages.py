@@ -13,6 +13,8 @@ from kvpolicy.registry import registered
 
 PAGES = Path(__file__).parents[1] / "docs" / "methods"
 FILES = sorted(page for page in PAGES.glob("*.md") if page.name != "README.md")
+BUDGETS = (PAGES / "README.md").read_text(encoding="utf-8").partition("## Budgets")[2]
+SHARED = set(re.findall(r"^\| `(\w+)` \|", BUDGETS, re.MULTILINE))
 SECTIONS = ["How it works", "Arguments", "When to use it"]
 PAPER = ["Source", "Where it differs from the paper"]
 
@@ -40,15 +42,12 @@ def test_a_page_has_the_example_and_the_arguments(method: str) -> None:
     names = {name: getattr(policies, name) for name in policies.__all__}
     assert isinstance(eval(example[1], {**names, "PolicyCache": PolicyCache}), PolicyCache)
     arguments = text.partition("## Arguments")[2].partition("\n## ")[0]
-    said = {
-        name
-        for cell in re.findall(r"^\| (`.*?`) \|", arguments, re.MULTILINE)
-        for name in re.findall(r"`(\w+)`", cell)
-    }
+    cells = re.findall(r"^\| (`.*?`) \|", arguments, re.MULTILINE)
     taken = set(inspect.signature(registered("policy")[method]).parameters)
+    said = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     assert said <= taken
-    shared = ("protect", "decoding", "prefill_block")
-    assert taken - said <= {name for name in shared if f"`{name}`" in arguments}
+    assert taken - said <= SHARED
+    assert "(README.md#budgets)" in arguments
 
 
 @pytest.mark.parametrize("page", FILES, ids=lambda page: page.stem)

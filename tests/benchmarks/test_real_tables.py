@@ -57,6 +57,15 @@ def test_tables_by_hand() -> None:
         "",
         "Prompts of each: 8, 5 to 8.",
     ]
+    own = {
+        f"smollm2 needles 1000 {way}": DATA["cells"][f"m t 9 {way}"] for way in ("known", "later")
+    }
+    assert real_tables.method({"cells": own}, "b").endswith(
+        ", 10% / 20% kept: question known 25% / 50%, later 25% / 50%, full context 100%."
+    )
+    assert real_tables.method({"cells": own}, "own").endswith(
+        ", 50% held: question known 50%, later 50%, full context 100%."
+    )
     none = "<!-- real: answers m other 9 -->\n<!-- end -->"
     assert "Not measured yet" in real_tables.written(none, DATA)
 
