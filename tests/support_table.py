@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "families.json"
 PAGE = ROOT / "docs" / "kinds.md"
-BEGIN, END = "<!-- families, written by `python -m tests.support_table` -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- families: written by tests/support_table.py -->\n", "<!-- end -->\n"
 
 RIGHT = "Every policy, also with padded rows"
 # Of attention that shows no queries: without padding, and with.
