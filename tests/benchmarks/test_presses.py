@@ -19,6 +19,8 @@ COMPOSED = dict(re.findall(r"^\| `(\w+Press)` \| `(.+)` \| .+ \|$", PAGE, re.MUL
 # Presses without an equivalent: the first cells of another section's table.
 ONLY_THERE = PAGE.partition("## What only kvpress has")[2].partition("\n## ")[0]
 OTHERS = re.findall(r"`(\w+Press)`[, ]", ONLY_THERE)
+# What the table's compositions have in common.
+(SHORTER,) = re.findall(r"```python\n(mean = .*?)```", PAGE, re.DOTALL)
 EXPORTS = list(ROOT.glob(".venv-kvpress/lib/*/site-packages/kvpress/__init__.py"))
 KEEPS_ALL = {"DecodingPress"}
 
@@ -26,8 +28,9 @@ KEEPS_ALL = {"DecodingPress"}
 def built(code: str, rate: float) -> Any:
     names = {name: getattr(policies, name) for name in policies.__all__}
     tokenizer = SimpleNamespace(encode=lambda text, **options: [len(text) % 7 + 1])
-    parts = {name: getattr(kvpolicy, name) for name in ("CachePolicy", "Repetition")}
-    return eval(code, {**names, **parts, "rate": rate, "tokenizer": tokenizer})
+    names |= {name: getattr(kvpolicy, name) for name in ("CachePolicy", "Repetition")}
+    exec(SHORTER, names)
+    return eval(code, {**names, "rate": rate, "tokenizer": tokenizer})
 
 
 def test_every_press_is_in_one_table() -> None:
