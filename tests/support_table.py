@@ -1,6 +1,6 @@
-"""The page of model families, made from what `make families` has found.
+"""What docs/kinds.md says of model families, made from what `make families` has found.
 
-``python -m tests.support_table`` writes docs/families.md.
+``python -m tests.support_table`` writes it into the page, between two marks.
 """
 
 import json
@@ -13,7 +13,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "families.json"
-PAGE = ROOT / "docs" / "families.md"
+PAGE = ROOT / "docs" / "kinds.md"
+BEGIN, END = "<!-- families: written by tests/support_table.py -->\n", "<!-- end -->\n"
 
 RIGHT = "Every policy, also with padded rows"
 # Of attention that shows no queries: without padding, and with.
@@ -48,29 +49,13 @@ REASONS = (
     ("text alone", "Not checked: the model cannot read a prompt without an image"),
     ("pixel_values", "Not checked: the model cannot read a prompt without an image"),
 )
-# Those that a reader looks for first.
+# Some that a reader looks for first.
 _KNOWN = """
-llama mistral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text
-gemma4_text phi phi3 phimoe olmo2 olmo3 olmoe gpt_oss glm4 glm4_moe minimax_m2 granite
-granitemoe cohere2 exaone4 ernie4_5 hunyuan_v1_dense seed_oss smollm3 starcoder2 llava
-llava_next llava_onevision qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe gemma3 gemma4 internvl
-mistral3 idefics3 smolvlm glm4v aya_vision deepseek_vl deepseek_v2 deepseek_v3 kimi_k25
-glm4_moe_lite mistral4 minicpm3
-qwen3_next qwen3_5 nemotron_h
-granitemoehybrid bamba jamba lfm2 lfm3 olmo_hybrid kimi_linear falcon_h1 zamba2 minimax
-deepseek_v32 glm_moe_dsa llama4 mllama gemma3n_text gpt2 bert roberta
+llama mistral mixtral qwen2 qwen2_moe qwen2_5_vl qwen3 qwen3_moe qwen3_next qwen3_vl gemma2 gemma3
+gemma3_text gemma4 phi3 olmo2 gpt_oss glm4 glm4_moe granite deepseek_v3 deepseek_v32 kimi_k25
+minimax_m2 nemotron_h lfm2 smollm3 llava mllama gpt2
 """
 KNOWN = _KNOWN.split()
-SHOWN = (
-    "llama",
-    "mistral",
-    "qwen3",
-    "gemma3_text",
-    "gpt_oss",
-    "deepseek_v3",
-    "qwen3_next",
-    "llava",
-)
 
 
 def outcomes() -> list[dict[str, Any]]:
@@ -102,58 +87,41 @@ def _without_queries(found: Collection[str]) -> str | None:
 
 
 def support_table() -> str:
-    """Markdown: how many builds, what works with them, and some of their names."""
+    """Markdown: how many builds, what works with them, and their names."""
     rows = []
     for said, names in groups().items():
-        shown = [name for name in names if name in SHOWN] if said == RIGHT else sorted(names)[:4]
-        more = len(names) - len(shown)
-        others = f" and {more} more" if more else ""
-        rows.append(f"| {len(names)} | {said} | {', '.join(shown)}{others} |")
+        who = "all others" if said == RIGHT else ", ".join(sorted(names))
+        rows.append(f"| {len(names)} | {said} | {who} |")
     return "\n".join(["| builds | what works | families |", "|---|---|---|", *rows])
 
 
 def page() -> str:
-    """The page with all names."""
+    """The page, with what it says of families made anew."""
     found = groups()
-    known = sorted(name for name in found[RIGHT] if name in KNOWN)
+    assert set(KNOWN) <= set(found[RIGHT])
     opening = (
-        "Which decoders of Transformers work with kvpolicy. For each family of models a tiny model "
-        f"with random weights, a *build*, was tested. Of {len(outcomes())} builds (20 are variants "
-        f"of others), {len(found[RIGHT])} work with every policy. `make families` compares each "
-        "build with its own dense attention under `FullContext`, `StreamingLLM`, `SnapKV` and "
-        "`FastKV`, with one row and with two rows of which one is left-padded, for six decoded "
-        "tokens; this page is made from its results."
-    )
-    checked = (
-        "The code has no list of supported families: it takes a model apart into layers of known "
-        "kinds. *Refused* means that `PolicyCache` raises an error; [kinds of layers](kinds.md) "
-        "says why. A model that is not on this page is checked when a cache first meets it; "
-        "`kvpolicy check MODEL` shows the outcome. Policies that need no queries are listed in "
-        "[kinds of layers](kinds.md#why-a-cell-says-no). Vision-language models were also tested "
-        "with images."
+        "For each family of models a tiny model with random weights, a *build*, was compared with "
+        "its own dense attention, under `FullContext`, `StreamingLLM`, `SnapKV` and `FastKV`, with "
+        "one row and with two rows of which one is left-padded, and vision-language models with "
+        f"images too. Of {len(outcomes())} builds (20 are variants of others), {len(found[RIGHT])} "
+        "work with every policy. *Refused* means that `PolicyCache` raises an error. `make "
+        "families` repeats this; [families.json](../benchmarks/results/families.json) has the "
+        "outcome of every build."
     )
     lines = [
-        "# Model families",
-        "",
-        textwrap.fill(opening, 100),
-        "",
-        textwrap.fill(checked, 100),
+        textwrap.fill(opening, 120),
         "",
         support_table(),
         "",
-        "## Well-known families that work with every policy",
+        textwrap.fill(
+            f"Well-known families among the {len(found[RIGHT])}: {', '.join(sorted(KNOWN))}.",
+            120,
+            break_on_hyphens=False,
+        ),
         "",
-        listed(known),
-        "",
-        "## All builds",
     ]
-    for said, names in found.items():
-        lines += ["", f"### {said}", "", listed(sorted(names))]
-    return "\n".join(lines) + "\n"
-
-
-def listed(names: list[str]) -> str:
-    return textwrap.fill(", ".join(names), 100, break_on_hyphens=False)
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return before + BEGIN + "\n".join(["", *lines]) + END + rest.partition(END)[2]
 
 
 if __name__ == "__main__":

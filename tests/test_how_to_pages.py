@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from kvpolicy.integrations.transformers import Conversation, PolicyCache
 from tests.integrations.conversations.support import SPECIAL, chat_model, chatter
@@ -117,6 +117,14 @@ def test_pages_without_a_model_of_the_hub(capsys: pytest.CaptureFixture[str]) ->
     run("estimate.md")
     (said,) = re.findall(r"^print.*\)  # (.*)$", "".join(blocks_of("estimate.md")), re.MULTILINE)
     assert capsys.readouterr().out.strip() == said
+
+
+def test_kvpress(hub: Path) -> None:
+    """The half of the page's script that is for kvpolicy."""
+    model = AutoModelForCausalLM.from_pretrained(hub)
+    names: dict[str, Any] = {"model": model, "inputs": {"input_ids": torch.arange(99)[None] % 7}}
+    exec(blocks_of("kvpress.md")[0], names)
+    assert names["cache"].report().total.share < 0.2
 
 
 def test_images(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ say() { printf '%s\037' "$@"; printf '\036'; }
 kvpolicy() { say kvpolicy "$@"; }
 python() { say python "$@"; }
 """
-MARKS = {"*Runs, not measured here": False, "*Measured here": True}
+MARK = "*Runs, not measured here"
 
 
 @attrs.frozen
@@ -67,15 +67,13 @@ class Block:
         section: The heading that it stands under.
         language: Of the fence.
         text: What it holds.
-        measured: Whether its numbers are; None where it has no mark.
-        files: Results that its mark names.
+        marked: Whether the text before it has the mark.
     """
 
     section: str
     language: str
     text: str
-    measured: bool | None
-    files: tuple[str, ...]
+    marked: bool
 
     @property
     def commands(self) -> list[list[str]]:
@@ -104,17 +102,13 @@ def blocks() -> Iterator[Block]:
             section = (re.findall(r"^## (.*)$", part, re.MULTILINE) or [section])[-1]
             continue
         language, text = re.fullmatch(r"```(\w*)\n(.*)```", part, re.DOTALL).groups()  # type: ignore[union-attr]
-        last = max(MARKS, key=between.rfind)
-        marked = between.rfind(last)
-        files = re.findall(r"\]\((\.\./benchmarks/results/.*?)\)", between[marked:])
-        yield Block(section, language, text, MARKS[last] if marked >= 0 else None, tuple(files))
+        yield Block(section, language, text, MARK in between)
 
 
 SETUP = ""  # the names that all blocks share
 INSTALL, SETTING, *BLOCKS = list(blocks())
 SETUP = SETTING.text
-RUN = [each for each in BLOCKS if each.language == "bash" and not each.measured]
-SECTIONS = list(dict.fromkeys(each.section for each in RUN))
+SECTIONS = list(dict.fromkeys(each.section for each in BLOCKS))
 
 
 def test_every_command_has_its_mark() -> None:
@@ -124,12 +118,8 @@ def test_every_command_has_its_mark() -> None:
         if block.language == "python":  # reads what the block before it wrote
             continue
         assert block.language == "bash"
-        assert block.measured is not None, block.text
+        assert block.marked, block.text
         assert block.commands
-        assert bool(block.files) == block.measured
-        for file in block.files:
-            record = json.loads((ROOT / "docs" / file).read_text())
-            assert {"settings", "versions", "machine"} <= set(record)
 
 
 def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
@@ -272,7 +262,7 @@ def test_what_was_not_measured_runs(
     section: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for block in BLOCKS:
-        if block.section != section or (block.measured and block.language == "bash"):
+        if block.section != section:
             continue
         if block.language == "python":
             for folder, count in (("chat", 11), ("plain", 5)):

@@ -22,7 +22,8 @@ LONG, SHORT = random_tokens(1, 40), random_tokens(2, 27)
 
 def table() -> dict[str, dict[str, str]]:
     """By build, its cells by column."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    text = PAGE.read_text().partition("| kind of layer |")[2].partition("\n\n")[0]
+    lines = f"| kind of layer |{text}".splitlines()
     header, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     return {row[1]: dict(zip(header[2:], row[2:], strict=True)) for row in rows}
 

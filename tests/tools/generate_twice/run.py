@@ -1,6 +1,6 @@
 """Transformers' own generation tests, every call made again with a `PolicyCache` that keeps all.
 
-Run ``make transformers-tests TRANSFORMERS=/path/to/checkout``; see docs/transformers-tests.md.
+Run ``make transformers-tests TRANSFORMERS=/path/to/checkout``; see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
