@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpolicy import CachePolicy, KVSelector, LayerContext
-from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     H2O,
     TOVA,
@@ -37,6 +36,7 @@ from kvpolicy.policies import (
     TokenSelectivePropagation,
 )
 from kvpolicy.testing import check_propagation, check_selector, layer_contexts
+from tests.contexts import layer_context, of_new
 
 METHODS: list[Callable[..., CachePolicy]] = [
     StreamingLLM,
@@ -56,22 +56,14 @@ METHODS: list[Callable[..., CachePolicy]] = [
 ]
 
 
-def context(
-    positions: list[int], *, seen_len: int, new: int | None = None, kv_heads: int = 1
-) -> LayerContext:
+def context(positions: list[int], *, seen_len: int, new: int | None = None) -> LayerContext:
     """One row of tokens at these positions, the last ``new`` of them new; all new if None."""
     key_len = len(positions)
-    keys = torch.randn(1, kv_heads, key_len, 3, generator=torch.Generator().manual_seed(0))
-    return LayerContext(
-        layer_idx=0,
-        num_layers=2,
-        queries=keys[:, :, :0],
-        keys=keys,
-        values=keys,
-        positions=torch.tensor(positions).expand(1, kv_heads, key_len),
-        new_valid=torch.ones(1, key_len if new is None else new, dtype=torch.bool),
+    return layer_context(
+        torch.randn(1, 1, key_len, 3, generator=torch.Generator().manual_seed(0)),
+        positions=torch.tensor(positions)[None, None],
+        new_valid=of_new(new or key_len),
         seen_len=(seen_len,),
-        attention=AttentionSettings(1.0),
     )
 
 

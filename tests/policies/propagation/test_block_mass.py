@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
-from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     BlockMassPropagation,
     KeepAllSelector,
     UniPrefill,
     WindowAttentionScorer,
-    WindowMaxPoolScorer,
 )
-from kvpolicy.testing import check_propagation
 from tests import reference
+from tests.contexts import layer_context, of_new
 from tests.policies.scorers.support import random_layer
 from tests.policies.views import new_of, view_of
 
@@ -25,23 +23,10 @@ from tests.policies.views import new_of, view_of
 SALIENCY = [0.4, 0.1, 0.0, 0.1, 0.15, 0.15, 0.1, 0.0, 0.0]
 
 
-def layer(*rows: list[float], positions: list[int] | None = None, new: int | None = None) -> Any:
+def layer(*rows: list[float], **changes: Any) -> tuple[Tensor, LayerContext]:
     """Saliencies of two KV heads, of which a mean is taken, and a layer of as many tokens."""
-    length = len(rows[0])
-    keys = torch.zeros(1, 2, length, 3)
-    places = torch.arange(length) if positions is None else torch.tensor(positions)
-    context = LayerContext(
-        layer_idx=1,
-        num_layers=4,
-        queries=keys[:, :, :0],
-        keys=keys,
-        values=keys,
-        positions=places.expand(1, 2, length),
-        new_valid=torch.ones(1, length if new is None else new, dtype=torch.bool),
-        seen_len=(int(places[-1]) + 1,),
-        attention=AttentionSettings(1.0),
-    )
-    return torch.tensor([rows]), context
+    keys = torch.zeros(1, 2, len(rows[0]), 3)
+    return torch.tensor([rows]), layer_context(keys, layer_idx=1, num_layers=4, **changes)
 
 
 def passed_on(part: BlockMassPropagation, saliency: Tensor, context: LayerContext) -> list[int]:
@@ -93,7 +78,8 @@ def test_everything_goes_on_where_the_mass_asks_for_it_or_nothing_is_salient() -
 def test_in_a_later_turn_blocks_are_of_new_tokens() -> None:
     """Three held tokens, of which nothing counts; the sinks are not among the new."""
     rows = [9.0, 9.0, 9.0, 0.0, 0.1, 0.6, 0.0, 0.2, 0.0]
-    saliency, context = layer(rows, rows, positions=[0, 1, 7, 10, 11, 12, 13, 14, 15], new=6)
+    positions = torch.tensor([0, 1, 7, *range(10, 16)]).expand(1, 2, 9)
+    saliency, context = layer(rows, rows, positions=positions, new_valid=of_new(6), seen_len=(16,))
     assert passed_on(part_of(0.5, num_sinks=8), saliency, context) == [2, 3, 5]
 
 
@@ -137,41 +123,3 @@ def test_how_much_goes_on_is_not_known_beforehand() -> None:
     assert BlockMassPropagation().layer_rates(8) == [1.0] * 8
     with pytest.raises(ValueError, match="must not decide by content"):
         UniPrefill().prefill_compute_rate(32)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: UniPrefill(tsp_layers=3), TypeError, "tsp_layers must be a sequence of layer"),
-        (lambda: UniPrefill(tsp_layers=()), ValueError, "tsp_layers must be at least one layer"),
-        (lambda: UniPrefill(tsp_layers=[1, 1]), ValueError, "each once, got"),
-        (lambda: UniPrefill(tsp_layers=[1.5]), TypeError, "tsp_layers must be an int, got 1.5"),
-        (
-            lambda: UniPrefill(tsp_layers=[9]).check_model(4),
-            ValueError,
-            r"tsp_layers must be in \[0, 3\]",
-        ),
-        (lambda: UniPrefill(mass=0.0), ValueError, r"mass must be in \(0, 1\], got 0"),
-        (
-            lambda: CachePolicy(WindowMaxPoolScorer(8), KeepAllSelector(), part_of(0.5)),
-            ValueError,
-            "window_size of .* must be at least 8",
-        ),
-    ],
-)
-def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        BlockMassPropagation(tsp_layers=(2, 5), mass=0.5, chunk_size=4, protect=3, window_size=2),
-        BlockMassPropagation(tsp_layers=(2,), mass=0.9, chunk_size=1, protect=0, window_size=1),
-        BlockMassPropagation(tsp_layers=(0,), mass=0.3, chunk_size=7, protect=0, window_size=1),
-    ],
-    ids=str,
-)
-def test_the_contract(part: BlockMassPropagation) -> None:
-    check_propagation(part)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import LayerContext
-from kvpolicy.layer_inputs import AttentionSettings, LayerInputs
+from kvpolicy.layer_inputs import LayerInputs
 from kvpolicy.policies import (
     CLAA,
     CrossLayerPropagation,
@@ -18,26 +18,18 @@ from kvpolicy.policies import (
     TokenSelectivePropagation,
     WindowMeanPoolScorer,
 )
-from kvpolicy.testing import check_propagation
 from tests import reference
-from tests.contexts import with_layer
+from tests.contexts import layer_context, with_layer
 from tests.policies.scorers.support import random_layer
 from tests.policies.views import new_of, slots_of, view_of
 
 
 def layer(*rows: list[float], history: tuple[list[list[float]], ...] = ()) -> Any:
     """Saliencies of one row's KV heads, and a layer of 2 KV heads and 6 tokens at layer 1 of 4."""
-    keys = torch.zeros(1, 2, 6, 3)
-    context = LayerContext(
+    context = layer_context(
+        torch.zeros(1, 2, 6, 3),
         layer_idx=1,
         num_layers=4,
-        queries=keys[:, :, :0],
-        keys=keys,
-        values=keys,
-        positions=torch.arange(6).expand(1, 2, 6),
-        new_valid=torch.ones(1, 6, dtype=torch.bool),
-        seen_len=(6,),
-        attention=AttentionSettings(1.0),
         layer=LayerInputs(history=tuple(torch.tensor([each]) for each in history)),
     )
     return torch.tensor([rows]), context
@@ -202,36 +194,3 @@ def test_a_stage_may_ask_for_history() -> None:
     saliency, context = layer(*OWN, history=(BEFORE,))
     stage = CrossLayerPropagation(tsp_layer=1, tsp_rate=0.4)
     assert torch.equal(part.ranking(saliency, context), stage.ranking(saliency, context))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"voting_layers": 0}, ValueError, "voting_layers must be at least 1, got 0"),
-        ({"standardize": 1}, TypeError, "standardize must be a bool, got 1"),
-        (
-            {"reduction": "sum"},
-            ValueError,
-            "reduction must be one of .*, got 'sum'",
-        ),
-        ({"kernel_size": 2}, ValueError, "kernel_size must be odd"),
-        ({"tsp_rate": 0.2, "tsp_tokens": 5}, ValueError, "exactly one of tsp_rate and tsp_tokens"),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        CrossLayerPropagation(**arguments)
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        CrossLayerPropagation(tsp_rate=0.3, window_size=2),
-        CrossLayerPropagation(tsp_tokens=7, window_size=1, protect=4, standardize=False),
-        CrossLayerPropagation(tsp_rate=0.3, window_size=1, reduction="mean"),
-        CrossLayerPropagation(tsp_rate=0.3, window_size=1, voting_layers=1),
-    ],
-    ids=str,
-)
-def test_the_contract(part: CrossLayerPropagation) -> None:
-    check_propagation(part)

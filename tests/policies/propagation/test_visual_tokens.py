@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext, TokenKind
 from kvpolicy.errors import ShapeError
-from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     FastV,
     KeepAllSelector,
@@ -22,23 +21,18 @@ from kvpolicy.policies import (
     VisualTokenPropagation,
 )
 from kvpolicy.testing import layer_contexts, saliencies
+from tests.contexts import layer_context, of_new
 
 TEXT, IMAGE, VIDEO, AUDIO = TokenKind
 
 
 def layer_of(kinds: Sequence[Sequence[TokenKind]] | None, *, new: int = 8) -> LayerContext:
     """One row, one KV head, eight keys; ``kinds`` of the one head's keys."""
-    keys = torch.zeros(1, 1, 8, 3)
-    return LayerContext(
+    return layer_context(
+        torch.zeros(1, 1, 8, 3),
         layer_idx=1,
         num_layers=4,
-        queries=keys[:, :, :0],
-        keys=keys,
-        values=keys,
-        positions=torch.arange(8)[None, None],
-        new_valid=torch.ones(1, new, dtype=torch.bool),
-        seen_len=(8,),
-        attention=AttentionSettings(1.0),
+        new_valid=of_new(new),
         kinds=None if kinds is None else torch.tensor([kinds], dtype=torch.int8),
     )
 
@@ -90,30 +84,18 @@ def test_stages_multiply() -> None:
     )
     saliency = torch.arange(9.0)[None, None]
     kinds = torch.tensor([[[IMAGE] * 8 + [TEXT]]], dtype=torch.int8)
-    context = attrs.evolve(
-        layer_of(None),
-        layer_idx=0,
-        keys=torch.zeros(1, 1, 9, 3),
-        values=torch.zeros(1, 1, 9, 3),
-        positions=torch.arange(9)[None, None],
-        new_valid=torch.ones(1, 9, dtype=torch.bool),
-        kinds=kinds,
-    )
-    first = stages.propagate(saliency, context)
-    assert first is not None
-    assert first.tolist() == [[4, 5, 6, 7, 8]]
-    left = attrs.evolve(
-        context,
-        layer_idx=1,
-        keys=context.keys[:, :, 4:],
-        values=context.values[:, :, 4:],
-        positions=context.positions[:, :, 4:],
-        new_valid=context.new_valid[:, 4:],
-        kinds=kinds[:, :, 4:],
-    )
-    second = stages.propagate(saliency[:, :, 4:], left)
-    assert second is not None
-    assert second.tolist() == [[2, 3, 4]]
+    for layer_idx, start, expected in ((0, 0, [4, 5, 6, 7, 8]), (1, 4, [2, 3, 4])):
+        context = layer_context(
+            torch.zeros(1, 1, 9 - start, 3),
+            layer_idx=layer_idx,
+            num_layers=4,
+            positions=torch.arange(start, 9)[None, None],
+            seen_len=(9,),
+            kinds=kinds[:, :, start:],
+        )
+        passed = stages.propagate(saliency[:, :, start:], context)
+        assert passed is not None
+        assert passed.tolist() == [expected]
 
 
 def slow_fastv(context: LayerContext, row: int, rate: float) -> tuple[list[int], float]:
@@ -193,29 +175,6 @@ def test_pyramid_drop_is_a_composition() -> None:
 
 def test_text_has_the_rate_of_the_full_context() -> None:
     assert FastV().prefill_compute_rate(32) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: FastV(tsp_rate=0.0), ValueError, r"tsp_rate must be in \(0, 1\], got 0.0"),
-        (lambda: FastV(tsp_layer=-1), ValueError, "tsp_layer must be at least 0, got -1"),
-        (lambda: FastV(tsp_layer="2"), TypeError, "tsp_layer must be an int, got '2'"),
-        (
-            lambda: VisualTokenPropagation(window_size=0),
-            ValueError,
-            "window_size must be at least 1",
-        ),
-        (
-            lambda: FastV(tsp_layer=4).check_model(4),
-            ValueError,
-            r"tsp_layer must be in \[0, 3\] for a model of 4 layers, got 4",
-        ),
-    ],
-)
-def test_bad_parameters(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()
 
 
 def test_kinds_have_the_shape_of_positions() -> None:

@@ -1,5 +1,7 @@
 """Layers for tests of scorers: of keys and values on paper, and of random rows with padding."""
 
+from typing import Any
+
 import attrs
 import torch
 from torch import Tensor
@@ -7,31 +9,15 @@ from torch import Tensor
 from kvpolicy import LayerContext
 from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.rotary import PlainRotary
-from tests.contexts import with_layer
+from tests.contexts import layer_context, with_layer
 
 THETA = 100.0
 
 
-def layer_of(keys: Tensor, values: Tensor | None = None) -> LayerContext:
-    """One row of one KV head at its first prompt, without queries; values are the keys if None.
-
-    Args:
-        keys: ``[key_len, head_dim]``.
-        values: Likewise.
-    """
+def layer_of(keys: Tensor, values: Tensor | None = None, **changes: Any) -> LayerContext:
+    """One row of one KV head at its first prompt, without queries; values are the keys if None."""
     values = keys if values is None else values
-    key_len = len(keys)
-    return LayerContext(
-        layer_idx=0,
-        num_layers=2,
-        queries=keys.new_empty(1, 1, 0, keys.shape[1]),
-        keys=keys[None, None],
-        values=values[None, None],
-        positions=torch.arange(key_len)[None, None],
-        new_valid=torch.ones(1, key_len, dtype=torch.bool),
-        seen_len=(key_len,),
-        attention=AttentionSettings(1.0),
-    )
+    return layer_context(keys[None, None], values=values[None, None], **changes)
 
 
 def random_layer(

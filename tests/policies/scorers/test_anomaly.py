@@ -8,7 +8,6 @@ import torch
 
 from kvpolicy.policies import KeyAnomalyScorer, KeyDiffScorer, NestedKV
 from kvpolicy.policies.scorers import anomaly
-from kvpolicy.testing import check_scorer
 from tests.reference.anomaly import anomaly_scores
 
 from .support import in_a_later_turn, layer_of, random_layer, turning
@@ -83,15 +82,3 @@ def test_the_heads_share_the_budget_and_keep_the_first_tokens() -> None:
     assert len(set(counts[0].tolist())) > 1
     for head in kept[0]:
         assert head[head >= 0][:4].tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("argument", ["local_size", "block_size"])
-def test_sizes_are_counts(argument: str) -> None:
-    with pytest.raises(ValueError, match=f"{argument} must be"):
-        NestedKV(**{argument: 0})
-    with pytest.raises(TypeError, match=f"{argument} must be"):
-        KeyAnomalyScorer(**{argument: 2.5})
-
-
-def test_the_contract() -> None:
-    check_scorer(KeyAnomalyScorer(local_size=2, block_size=3))

@@ -1,14 +1,11 @@
 """Units of keys and blocks of units: on paper, and against slow loops."""
 
-from typing import Any
-
 import attrs
 import pytest
 import torch
 
 from kvpolicy import LayerContext
 from kvpolicy.policies import BlockProductScorer, LastQueryProductScorer
-from kvpolicy.testing import check_scorer
 from tests import reference
 from tests.policies.views import view_of
 from tests.reference.droppers import products
@@ -82,30 +79,3 @@ def test_products_of_the_last_query_are_pooled_as_in_a_row_alone() -> None:
             alone = products(context.queries[row, head, 0], view_of(context, row), head)
             expected = average_pool(alone, 5)
             assert found[row, head, 9 - length :].tolist() == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "scorer",
-    [
-        BlockProductScorer(window_size=2, chunk_size=3, block_chunks=2),
-        BlockProductScorer(window_size=1, chunk_size=1, block_chunks=1),
-        LastQueryProductScorer(own=False),
-    ],
-    ids=str,
-)
-def test_the_contract(scorer: Any) -> None:
-    check_scorer(scorer)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: BlockProductScorer(window_size=0), ValueError, "window_size must be at least 1"),
-        (lambda: BlockProductScorer(chunk_size=0), ValueError, "chunk_size must be at least 1"),
-        (lambda: BlockProductScorer(block_chunks="8"), TypeError, "block_chunks must be an int"),
-        (lambda: LastQueryProductScorer(own=None), TypeError, "own must be a bool, got None"),
-    ],
-)
-def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()

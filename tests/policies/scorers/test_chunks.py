@@ -2,7 +2,6 @@
 
 import math
 from collections import defaultdict
-from typing import Any
 
 import attrs
 import pytest
@@ -17,7 +16,7 @@ from kvpolicy.policies import (
     KeyNormScorer,
     WindowMaxPoolScorer,
 )
-from kvpolicy.testing import check_scorer, layer_contexts
+from kvpolicy.testing import layer_contexts
 
 from .support import layer_of, random_layer
 
@@ -108,33 +107,3 @@ def test_what_is_carried_is_the_scorers() -> None:
     pooled, carried = ChunkMeanScorer(AccumulatedAttentionScorer(), chunk_size=3).update(context)
     torch.testing.assert_close(carried, AccumulatedAttentionScorer().update(context)[1])
     assert pooled.shape == (2, 3, 11)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (
-            lambda: ChunkMeanScorer(KeyNormScorer(), chunk_size=0),
-            ValueError,
-            "chunk_size must be at le",
-        ),
-        (
-            lambda: ChunkMeanScorer(KeyNormScorer(), chunk_size=2.0),
-            TypeError,
-            "chunk_size must be an in",
-        ),
-        (
-            lambda: ChunkMeanScorer("snapkv", chunk_size=2),
-            TypeError,
-            "scorer must be a Scorer, got 'snapkv'",
-        ),
-    ],
-)
-def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()
-
-
-@pytest.mark.parametrize("scorer", [KeyNormScorer(), AccumulatedAttentionScorer()], ids=str)
-def test_the_contract_around_others(scorer: Scorer) -> None:
-    check_scorer(ChunkMeanScorer(scorer, chunk_size=3))

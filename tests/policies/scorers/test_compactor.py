@@ -1,15 +1,12 @@
 """Leverage of keys and attention within chunks: on paper, against slow loops, and Compactor."""
 
-from typing import Any
-
 import attrs
 import pytest
 import torch
 
-from kvpolicy import LayerContext, Scorer
+from kvpolicy import LayerContext
 from kvpolicy.policies import ChunkAttentionScorer, Compactor, LeverageScorer
 from kvpolicy.rotary import PlainRotary
-from kvpolicy.testing import check_scorer
 from tests import reference
 from tests.contexts import with_layer
 from tests.policies.views import slots_of, view_of
@@ -188,34 +185,3 @@ def test_the_weight_of_the_leverage() -> None:
     assert Compactor(0.25, blending=2).scorer.weights == (2.0, 1.0)  # type: ignore[union-attr]
     assert Compactor(protect=20).selector.protected_first == 20
     assert Compactor(protect=2).selector.protected_first == 8
-
-
-@pytest.mark.parametrize(
-    "scorer",
-    [
-        LeverageScorer(num_sinks=0, window_size=0, sketch_size=3),
-        LeverageScorer(num_sinks=2, window_size=1, seed=2**70),
-        ChunkAttentionScorer(num_sinks=0, window_size=0, chunk_size=5, kernel_size=1),
-        ChunkAttentionScorer(num_sinks=3, window_size=2, chunk_size=16),
-        Compactor(window_size=2, num_sinks=1, chunk_size=8).scorer,
-    ],
-    ids=str,
-)
-def test_the_contract(scorer: Scorer) -> None:
-    check_scorer(scorer)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: LeverageScorer(sketch_size=0), ValueError, "sketch_size must be at least 1"),
-        (lambda: LeverageScorer(seed=-1), ValueError, "seed must be at least 0"),
-        (lambda: ChunkAttentionScorer(chunk_size=0), ValueError, "chunk_size must be at least 1"),
-        (lambda: ChunkAttentionScorer(kernel_size=2), ValueError, "kernel_size must be odd"),
-        (lambda: Compactor(blending=-0.1), ValueError, "blending must be at least 0"),
-        (lambda: Compactor(protect=-1), ValueError, "protect must be at least 0"),
-    ],
-)
-def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()

@@ -1,7 +1,6 @@
 """Attention to expect of queries to come: by chance itself, and against slow loops."""
 
 import math
-from typing import Any
 
 import attrs
 import pytest
@@ -11,7 +10,6 @@ from kvpolicy import LayerContext
 from kvpolicy.policies import ExpectedAttention, ExpectedAttentionScorer
 from kvpolicy.policies.scorers.expected import mean_rotation
 from kvpolicy.rotary import PlainRotary
-from kvpolicy.testing import check_scorer
 from tests.policies.views import view_of
 from tests.reference.query_agnostic import expected_scores
 
@@ -100,31 +98,3 @@ def test_sinks_are_protected_by_the_method() -> None:
 def test_a_prompt_of_sinks_alone() -> None:
     saliency = ExpectedAttentionScorer().score(turning(5, (3, 2), 3))
     assert saliency.tolist() == [[[0.0] * 3] * 3] * 2
-
-
-@pytest.mark.parametrize(
-    "scorer",
-    [
-        ExpectedAttentionScorer(num_sinks=0, future_len=3),
-        ExpectedAttentionScorer(epsilon=0.1),
-        ExpectedAttentionScorer(num_sinks=2, future_len=70, by_value=False),
-    ],
-    ids=str,
-)
-def test_the_contract(scorer: ExpectedAttentionScorer) -> None:
-    check_scorer(scorer)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"num_sinks": -1}, ValueError, "num_sinks must be at least 0"),
-        ({"future_len": 0}, ValueError, "future_len must be at least 1"),
-        ({"epsilon": math.inf}, ValueError, "epsilon must be at least 0 and finite, got inf"),
-        ({"epsilon": "0"}, TypeError, "epsilon must be a number, got '0'"),
-        ({"by_value": 1}, TypeError, "by_value must be a bool, got 1"),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        ExpectedAttentionScorer(**arguments)

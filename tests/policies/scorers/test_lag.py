@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from kvpolicy.policies import LagKV, LagKVScorer
-from kvpolicy.testing import check_scorer
 from tests.reference.runs import lag_scores
 
 from .support import layer_of, random_layer, rows_of
@@ -81,10 +80,3 @@ def test_evicted_sinks_are_not_made_up_for() -> None:
     assert saliency[0, :, 0].tolist() == [2.0] * 3
     assert saliency[0, :, 1:5].sort(dim=-1).values.tolist() == [[0.0, 0.25, 0.5, 0.75]] * 3
     assert saliency[0, :, 5:].tolist() == [[1.0, 1.25, 1.5, 1.75]] * 3
-
-
-@pytest.mark.parametrize(
-    "scorer", [LagKVScorer(num_sinks=1, lag_size=3), LagKVScorer(num_sinks=0, lag_size=1)], ids=str
-)
-def test_the_contract_at_small_runs(scorer: LagKVScorer) -> None:
-    check_scorer(scorer)

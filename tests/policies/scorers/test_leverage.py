@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvpolicy.policies import CurDKV, CURScorer
-from kvpolicy.testing import check_scorer
 
 from .support import layer_of, random_layer, rows_of
 
@@ -56,7 +55,3 @@ def test_against_slow_loops_in_padded_rows(sinks: int, size: int) -> None:
                 each[row, head, -length:].tolist() for each in (context.keys, context.values)
             )
             assert found[row][head] == pytest.approx(slow(keys, values, sinks, size), rel=1e-5)
-
-
-def test_the_contract_at_small_stretches() -> None:
-    check_scorer(CURScorer(num_sinks=1, local_size=3))

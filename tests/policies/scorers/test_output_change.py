@@ -1,7 +1,5 @@
 """The change of a head's output: on paper, against evictions one by one, and at its limits."""
 
-from typing import Any
-
 import attrs
 import pytest
 import torch
@@ -9,13 +7,11 @@ from torch import Tensor
 
 from kvpolicy import LayerContext, Scorer
 from kvpolicy.policies import (
-    AccumulatedAttentionScorer,
     CAOTEScorer,
     KeyNormScorer,
     LastQueryScorer,
     WindowMaxPoolScorer,
 )
-from kvpolicy.testing import check_scorer
 
 from .support import layer_of, random_layer
 
@@ -113,29 +109,3 @@ class KeyNorms(Scorer):
 
     def score(self, context: LayerContext) -> Tensor:
         return -KeyNormScorer().score(context)
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: CAOTEScorer("h2o"), "scorer must be a Scorer, got 'h2o'"),
-        (lambda: CAOTEScorer(LastQueryScorer(), fast=1), "fast must be a bool, got 1"),
-    ],
-)
-def test_bad_arguments(build: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        build()
-
-
-@pytest.mark.parametrize(
-    "scorer",
-    [
-        CAOTEScorer(LastQueryScorer()),
-        CAOTEScorer(AccumulatedAttentionScorer()),
-        CAOTEScorer(LastQueryScorer(), fast=True),
-        CAOTEScorer(KeyNormScorer()),
-    ],
-    ids=str,
-)
-def test_the_contract(scorer: Scorer) -> None:
-    check_scorer(scorer)

@@ -8,12 +8,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvpolicy import LayerContext
-from kvpolicy.layer_inputs import AttentionSettings
+from kvpolicy.layer_inputs import AttentionSettings, LayerInputs
 from kvpolicy.policies import ReplayedAttentionScorer
 from kvpolicy.policies.scorers import replayed
 from kvpolicy.rotary import PlainRotary
-from kvpolicy.testing import check_scorer
-from tests.contexts import with_layer
+from tests.contexts import layer_context
 from tests.policies.views import view_of
 from tests.reference.replayed import replayed_peaks
 
@@ -114,21 +113,12 @@ def test_a_query_asks_for_later_tokens_as_from_after_the_prompt(
     # Before rotary embedding every key is turned so that at position 3 the query meets `plain`.
     keys = rotary.turned(plain, torch.full_like(places, 3))
     queries = rotary.turned(torch.tensor([[[[1.0, 0.0], [0.0, 3.0], [0.0, 0.0]]]]), places)
-    context = with_layer(
-        LayerContext(
-            layer_idx=0,
-            num_layers=1,
-            queries=queries,
-            keys=keys,
-            values=plain,
-            positions=places,
-            new_valid=torch.ones(1, 3, dtype=torch.bool),
-            seen_len=(3,),
-            attention=AttentionSettings(
-                1.0, softcap, None if sink is None else torch.tensor([sink])
-            ),
-        ),
-        rotary=rotary,
+    sinks = None if sink is None else torch.tensor([sink])
+    context = layer_context(
+        keys,
+        queries=queries,
+        attention=AttentionSettings(1.0, softcap, sinks),
+        layer=LayerInputs(rotary=rotary),
     )
     # Each row is what one query asks; the first asks most for the third token, which is later.
     logits = torch.tensor([[1.0, 0.0, 4.0], [0.0, 3.0, 0.0], [0.0, 0.0, 0.0]])
@@ -138,19 +128,3 @@ def test_a_query_asks_for_later_tokens_as_from_after_the_prompt(
     weights /= weights.sum(dim=1, keepdim=True) + (0.0 if sink is None else math.exp(sink))
     expected = weights.triu().amax(dim=0)  # a token's own query, and those before it
     torch.testing.assert_close(ReplayedAttentionScorer().score(context)[0, 0], expected)
-
-
-@pytest.mark.parametrize(
-    "scorer", [ReplayedAttentionScorer(), ReplayedAttentionScorer(reach=1, sample_size=2)]
-)
-def test_the_contract(scorer: ReplayedAttentionScorer) -> None:
-    check_scorer(scorer)
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="reach must be"):
-        ReplayedAttentionScorer(reach=-1)
-    with pytest.raises(ValueError, match="sample_size must be"):
-        ReplayedAttentionScorer(sample_size=0)
-    with pytest.raises(TypeError, match="reach must be"):
-        ReplayedAttentionScorer(reach=1.5)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import attrs
 import pytest
 import torch
 
-from kvpolicy import LayerContext, Scorer
+from kvpolicy import LayerContext
 from kvpolicy.attention import group_mean
 from kvpolicy.policies import (
     AdaKV,
@@ -18,7 +18,6 @@ from kvpolicy.policies import (
     WindowMaxPoolScorer,
     WindowMeanPoolScorer,
 )
-from kvpolicy.testing import check_scorer
 from tests.policies.views import view_of
 from tests.reference.droppers import window_means
 from tests.reference.selection import (
@@ -129,26 +128,3 @@ def test_the_window_attends_to_itself_as_well(window: int) -> None:
         assert here.mean(dim=0).tolist() == pytest.approx(expected, abs=1e-6)
         assert here.sum(dim=1).tolist() == pytest.approx([1.0] * 6)
         assert math.isclose(float(found[row].sum()), 6.0, rel_tol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "scorer",
-    [
-        WindowMeanPoolScorer(3, kernel_size=5),
-        WindowMeanPoolScorer(1, kernel_size=1),
-        WindowAttentionScorer(3),
-        WindowMaxPoolScorer(3, kernel_size=5, group_first=True),
-    ],
-    ids=str,
-)
-def test_the_contract(scorer: Scorer) -> None:
-    check_scorer(scorer)
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="kernel_size must be odd"):
-        WindowMeanPoolScorer(kernel_size=4)
-    with pytest.raises(ValueError, match="window_size must be at least 1"):
-        WindowAttentionScorer(0)
-    with pytest.raises(TypeError, match="group_first must be a bool, got 1"):
-        SnapKV(group_first=1)  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
 from kvpolicy.deferred_selection import DeferredLayer, kept_of_all
-from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.part_calls import DeferredChecks
 from kvpolicy.policies import (
     GlobalThresholdSelector,
@@ -16,22 +15,18 @@ from kvpolicy.policies import (
     PassAllPropagation,
     PeakAttentionScorer,
 )
+from tests.contexts import layer_context
 
 
 def layer(positions: list[list[list[int]]], *, seen: int, layer_idx: int = 0) -> LayerContext:
     """A layer of one query head for each KV head, ``[batch, kv_heads, key_len]``."""
     places = torch.tensor(positions)
-    width = (*places.shape, 3)
-    return LayerContext(
+    return layer_context(
+        torch.ones(*places.shape, 3),
         layer_idx=layer_idx,
-        num_layers=2,
-        queries=torch.ones(*places.shape[:2], 0, 3),
-        keys=torch.ones(width),
-        values=torch.ones(width),
         positions=places,
         new_valid=places[:, 0] >= 0,
         seen_len=(seen,) * len(places),
-        attention=AttentionSettings(1.0),
     )
 
 

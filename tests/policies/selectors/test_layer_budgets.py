@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
-from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     AdaKV,
     AdaptiveHeadSelector,
@@ -22,22 +21,12 @@ from kvpolicy.policies import (
     WindowMaxPoolScorer,
 )
 from kvpolicy.testing import layer_contexts, saliencies
+from tests.contexts import layer_context, of_new
 
 
-def prompt(key_len: int, *, kv_heads: int = 1, layer_idx: int = 0, num_layers: int = 4) -> Any:
+def prompt(key_len: int, *, kv_heads: int = 1, **changes: Any) -> LayerContext:
     """A first prompt of one row, whose keys do not matter."""
-    keys = torch.zeros(1, kv_heads, key_len, 3)
-    return LayerContext(
-        layer_idx=layer_idx,
-        num_layers=num_layers,
-        queries=keys[:, :, :0],
-        keys=keys,
-        values=keys,
-        positions=torch.arange(key_len).expand(1, kv_heads, key_len),
-        new_valid=torch.ones(1, key_len, dtype=torch.bool),
-        seen_len=(key_len,),
-        attention=AttentionSettings(1.0),
-    )
+    return layer_context(torch.zeros(1, kv_heads, key_len, 3), **{"num_layers": 4, **changes})
 
 
 def pyramid_counts(selector: PyramidSelector, seen_len: int, num_layers: int) -> list[int]:
@@ -230,13 +219,13 @@ def test_the_saliency_of_a_head_is_that_of_its_group() -> None:
 
 def later_turn(held: list[list[int]], new: int, seen_len: int) -> LayerContext:
     """One row whose heads hold tokens at unlike positions, then ``new`` tokens."""
-    key_len = max(map(len, held)) + new
-    rows = [[-1] * (key_len - new - len(each)) + each for each in held]
-    rows = [[*each, *range(seen_len - new, seen_len)] for each in rows]
-    return attrs.evolve(
-        prompt(key_len, kv_heads=len(held)),
+    width = max(map(len, held))
+    rows = [[-1] * (width - len(each)) + [*each, *range(seen_len - new, seen_len)] for each in held]
+    return prompt(
+        width + new,
+        kv_heads=len(held),
         positions=torch.tensor([rows]),
-        new_valid=torch.ones(1, new, dtype=torch.bool),
+        new_valid=of_new(new),
         seen_len=(seen_len,),
     )
 
@@ -348,37 +337,15 @@ def test_under_a_drop_late_layers_keep_what_reaches_them() -> None:
         PyramidSelector(0.3, window_size=2),
         TokenSelectivePropagation(tsp_layer=0, tsp_rate=0.2, window_size=2),
     )
-    context = attrs.evolve(
-        prompt(20, layer_idx=2, num_layers=5),
+    context = prompt(
+        20,
+        layer_idx=2,
+        num_layers=5,
         positions=torch.arange(0, 100, 5)[None, None],
         seen_len=(100,),
         queries=torch.zeros(1, 1, 2, 3),
     )
     assert policy.decide(context).kept.shape == (1, 1, 20)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: PyramidKV(beta=0), ValueError, "beta must be at least 1, got 0"),
-        (lambda: PyramidKV(beta=2.5), TypeError, "beta must be an int, got 2.5"),
-        (lambda: PyramidKV(0.0), ValueError, r"retention_rate must be in \(0, 1\], got 0.0"),
-        (lambda: PyramidKV(0.2, retention_tokens=9), ValueError, "exactly one of retention_rate"),
-        (lambda: PyramidKV(window_size=0), ValueError, "window_size must be at least 1, got 0"),
-        (lambda: PyramidKV(kernel_size=4), ValueError, "kernel_size must be odd"),
-        (lambda: PyramidSelector(window_size=-1), ValueError, "window_size must be at least 0"),
-        (lambda: AdaKV(floor=1.5), ValueError, r"floor must be in \[0, 1\], got 1.5"),
-        (lambda: AdaKV(floor=-0.1), ValueError, r"floor must be in \[0, 1\], got -0.1"),
-        (lambda: AdaKV(floor=float("nan")), ValueError, r"floor must be in \[0, 1\], got nan"),
-        (lambda: AdaKV(floor=True), TypeError, r"floor must be a number in \[0, 1\], got True"),
-        (lambda: AdaKV(floor="half"), TypeError, "floor must be a number"),
-        (lambda: AdaKV(None), ValueError, "exactly one of retention_rate"),
-        (lambda: AdaptiveHeadSelector(protect=-1), ValueError, "protect must be at least 0"),
-    ],
-)
-def test_bad_parameters(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()
 
 
 def test_a_number_of_tokens_takes_the_place_of_a_default_rate() -> None:
