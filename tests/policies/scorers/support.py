@@ -1,8 +1,10 @@
 """Layers for tests of scorers: of keys and values on paper, and of random rows with padding."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import pytest
 import torch
 from torch import Tensor
 
@@ -49,9 +51,25 @@ def random_layer(
     )
 
 
-def rows_of(saliency: Tensor, lens: tuple[int, ...]) -> list[list[list[float]]]:
-    """The saliency of each row's tokens, per head."""
-    return [row[:, -length:].tolist() for row, length in zip(saliency, lens, strict=True)]
+def check_tokens(
+    found: Tensor,
+    context: LayerContext,
+    slow: Callable[[int, int], Sequence[float]],
+    **tolerance: float,
+) -> None:
+    """Each head has found for the tokens that it holds what ``slow(row, head)`` says."""
+    group = found.shape[1] // context.kv_heads
+    for row in range(context.batch):
+        for head in range(found.shape[1]):
+            held = context.valid[row, head // group]
+            expected = pytest.approx(slow(row, head), **tolerance)
+            assert found[row, head][held].tolist() == expected
+
+
+def held_by(context: LayerContext, row: int, head: int) -> tuple[Tensor, Tensor]:
+    """The keys and the values of the tokens that a head of a row holds."""
+    held = context.valid[row, head]
+    return context.keys[row, head][held], context.values[row, head][held]
 
 
 def turning(seed: int, lens: tuple[int, ...], query_len: int) -> LayerContext:

@@ -6,11 +6,12 @@ import attrs
 import pytest
 import torch
 
+from kvpolicy import LayerContext
 from kvpolicy.policies import KeyAnomalyScorer, KeyDiffScorer, NestedKV
 from kvpolicy.policies.scorers import anomaly
 from tests.reference.anomaly import anomaly_scores
 
-from .support import in_a_later_turn, layer_of, random_layer, turning
+from .support import check_tokens, held_by, in_a_later_turn, layer_of, random_layer, turning
 
 
 def test_three_tokens_on_paper() -> None:
@@ -34,26 +35,20 @@ def test_equal_keys_have_no_anomaly() -> None:
     assert KeyAnomalyScorer().score(layer_of(torch.ones(5, 3))).tolist() == [[[0.0] * 5]]
 
 
-@pytest.mark.parametrize(("local", "block"), [(1, 1), (4, 7), (64, None), (3, 100)])
-def test_against_slow_loops_in_padded_rows(local: int, block: int | None) -> None:
-    lens = (41, 23, 2, 1)
-    context = random_layer(3, lens)
+@pytest.mark.parametrize(
+    "context",
+    [random_layer(3, (41, 23, 2, 1)), in_a_later_turn(turning(5, (9, 9), 0))],
+    ids=["padded rows", "a later turn"],
+)
+@pytest.mark.parametrize(("local", "block"), [(1, 1), (3, 4), (4, 7), (64, None), (3, 100)])
+def test_against_slow_loops(context: LayerContext, local: int, block: int | None) -> None:
+    """Blocks and means are of what each head holds."""
+
+    def expected(row: int, head: int) -> list[float]:
+        return anomaly_scores(list(held_by(context, row, head)[0]), local, block)
+
     found = KeyAnomalyScorer(local_size=local, block_size=block).score(context)
-    for row, length in enumerate(lens):
-        for head in range(3):
-            keys = context.keys[row, head, 41 - length :]
-            expected = anomaly_scores(list(keys), local, block)
-            assert found[row, head, 41 - length :].tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def test_blocks_and_means_are_of_what_each_head_holds_in_a_later_turn() -> None:
-    context = in_a_later_turn(turning(5, (9, 9), 0))
-    found = KeyAnomalyScorer(local_size=3, block_size=4).score(context)
-    for row in range(2):
-        for head in range(3):
-            held = context.positions[row, head] >= 0
-            expected = anomaly_scores(list(context.keys[row, head][held]), 3, 4)
-            assert found[row, head][held].tolist() == pytest.approx(expected, abs=1e-5)
+    check_tokens(found, context, expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(("length", "size"), [(100, 128), (5000, 156), (9000, 256)])

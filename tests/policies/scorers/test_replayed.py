@@ -5,6 +5,7 @@ import math
 import attrs
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvpolicy import LayerContext
@@ -13,41 +14,36 @@ from kvpolicy.policies import ReplayedAttentionScorer
 from kvpolicy.policies.scorers import replayed
 from kvpolicy.rotary import PlainRotary
 from tests.contexts import layer_context
-from tests.policies.views import view_of
+from tests.policies.views import group_of, view_of
 from tests.reference.replayed import replayed_peaks
 
-from .support import THETA, in_a_later_turn, turning
+from .support import THETA, check_tokens, in_a_later_turn, turning
 
 REACHES = [(4, 512), (2, 5), (0, 1), (40, 3)]
 
 
-def slow(
-    context: LayerContext, row: int, head: int, reach: int = 4, sample_size: int = 512
-) -> list[float]:
-    view = view_of(context, row)
-    group = len(view.queries) // len(view.entries)
-    return replayed_peaks(
-        [list(each) for each in view.queries[head * group : (head + 1) * group]],
-        view.new_positions,
-        view.entries[head],
-        scaling=view.scaling,
-        theta=THETA,
-        reach=reach,
-        sample_size=sample_size,
-    )
+def check_slowly(found: Tensor, context: LayerContext, reach: int, sample_size: int) -> None:
+    def expected(row: int, head: int) -> list[float]:
+        view = view_of(context, row)
+        return replayed_peaks(
+            group_of(view, head),
+            view.new_positions,
+            view.entries[head],
+            scaling=view.scaling,
+            theta=THETA,
+            reach=reach,
+            sample_size=sample_size,
+        )
+
+    check_tokens(found, context, expected, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(("reach", "sample_size"), REACHES)
 def test_against_slow_loops_in_padded_rows(reach: int, sample_size: int) -> None:
-    lens = (19, 11, 3)
-    context = turning(1, lens, 19)
+    context = turning(1, (19, 11, 3), 19)
     found = ReplayedAttentionScorer(reach=reach, sample_size=sample_size).score(context)
-    for row, length in enumerate(lens):
-        for head in range(3):
-            here = found[row, head, 19 - length :].tolist()
-            expected = slow(context, row, head, reach, sample_size)
-            assert here == pytest.approx(expected, rel=1e-4, abs=1e-6)
-            assert found[row, head, : 19 - length].tolist() == [0.0] * (19 - length)
+    check_slowly(found, context, reach, sample_size)
+    assert not found[~context.valid].any()
 
 
 def test_a_token_is_judged_by_queries_before_it_and_by_none_behind() -> None:
@@ -95,11 +91,7 @@ def test_in_a_later_turn_all_new_queries_judge_what_was_held(
     found = scorer.score(context)
     monkeypatch.setattr(replayed, "block_bytes", lambda device: 1)
     torch.testing.assert_close(scorer.score(context), found)
-    for row in range(2):
-        for head in range(3):
-            held = context.positions[row, head] >= 0
-            expected = slow(context, row, head, reach, sample_size)
-            assert found[row, head][held].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    check_slowly(found, context, reach, sample_size)
 
 
 @pytest.mark.parametrize(("softcap", "sink"), [(None, None), (2.0, None), (None, 1.5), (2.0, 1.5)])

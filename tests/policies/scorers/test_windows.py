@@ -28,7 +28,7 @@ from tests.reference.selection import (
     window_saliency,
 )
 
-from .support import random_layer
+from .support import check_tokens, random_layer
 
 LENS = (23, 9, 2)
 
@@ -49,13 +49,13 @@ def slow(context: LayerContext, row: int, window: int) -> list[list[float]]:
 @pytest.mark.parametrize(("window", "kernel"), [(4, 1), (4, 3), (1, 7), (30, 3)])
 def test_average_pooling_against_slow_loops_in_padded_rows(window: int, kernel: int) -> None:
     context = random_layer(window, LENS, query_len=min(window, 23))
+
+    def expected(row: int, head: int) -> list[float]:
+        scores = average_pool(slow(context, row, window)[head], kernel)
+        return [*scores, *[0.0] * min(window, LENS[row])]
+
     found = WindowMeanPoolScorer(window, kernel_size=kernel).score(context)
-    for row, length in enumerate(LENS):
-        expected = slow(context, row, window)
-        for head in range(6):
-            scores = average_pool(expected[head], kernel)
-            here = found[row, head, 23 - length :].tolist()
-            assert here == pytest.approx([*scores, *[0.0] * min(window, length)], abs=1e-6)
+    check_tokens(found, context, expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -67,19 +67,20 @@ def test_groups_and_peaks_come_first_in_padded_rows(
 ) -> None:
     """Groups are averaged before the pooling, and a token that is a peak keeps its rank."""
     context = random_layer(window, LENS, query_len=min(window, 23))
-    found = WindowMaxPoolScorer(
-        window, kernel_size=kernel, group_first=group_first, peak_first=peak_first
-    ).score(context)
     pool = max_pool_peak_first if peak_first else max_pool
-    for row, length in enumerate(LENS):
+
+    def expected(row: int, head: int) -> list[float]:
         attention = slow(context, row, window)
         if group_first:
-            attention = [head_mean(attention[head : head + 2]) for head in (0, 2, 4)]
-        assert len(attention) == found.shape[1]
-        for head, weights in enumerate(attention):
-            here = found[row, head, 23 - length :].tolist()
-            expected = [*pool(weights, kernel), *[0.0] * min(window, length)]
-            assert here == pytest.approx(expected, abs=1e-6)
+            attention = [head_mean(attention[first : first + 2]) for first in (0, 2, 4)]
+        return [*pool(attention[head], kernel), *[0.0] * min(window, LENS[row])]
+
+    scorer = WindowMaxPoolScorer(
+        window, kernel_size=kernel, group_first=group_first, peak_first=peak_first
+    )
+    found = scorer.score(context)
+    assert found.shape[1] == (3 if group_first else 6)
+    check_tokens(found, context, expected, abs=1e-6)
 
 
 def test_heads_that_share_what_is_stored_are_one_group() -> None:
