@@ -37,6 +37,7 @@ from kvpolicy.policies import (
 )
 from kvpolicy.testing import check_propagation, check_selector, layer_contexts
 from tests.contexts import layer_context, of_new
+from tests.policies.views import passed_by
 
 METHODS: list[Callable[..., CachePolicy]] = [
     StreamingLLM,
@@ -134,10 +135,8 @@ def test_a_later_turn_protects_by_original_position() -> None:
 )
 def test_propagation_on_paper(protect: int, tokens: int, expected: list[int] | None) -> None:
     part = TokenSelectivePropagation(tsp_layer=0, window_size=2, tsp_tokens=tokens, protect=protect)
-    passed = part.propagate(RISING, context(list(range(10)), seen_len=10))
-    assert (None if passed is None else passed.tolist()) == (
-        None if expected is None else [expected]
-    )
+    passed = passed_by(part, RISING, context(list(range(10)), seen_len=10))
+    assert passed == (None if expected is None else [expected])
 
 
 def test_propagation_protects_among_the_new_tokens_only() -> None:
@@ -145,9 +144,7 @@ def test_propagation_protects_among_the_new_tokens_only() -> None:
     later = context(list(range(10)), seen_len=10, new=6)
     part = TokenSelectivePropagation(tsp_layer=0, window_size=1, tsp_tokens=3, protect=6)
     assert part.protected(later).tolist() == [[True, True, False, False, False, True]]
-    passed = part.propagate(RISING, later)
-    assert passed is not None
-    assert passed.tolist() == [[0, 1, 5]]
+    assert passed_by(part, RISING, later) == [[0, 1, 5]]
 
 
 def test_padding_is_never_protected() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpolicy import LayerContext
+from kvpolicy import LayerContext, PropagationPolicy
 from tests.reference.attention import Entry
 from tests.reference.methods import LayerView
 
@@ -55,3 +55,11 @@ def new_of(indices: Tensor, context: LayerContext, row: int) -> list[int]:
     """Tokens of a row that go on `[count]`, counted from its first new token."""
     padding = int((~context.new_valid[row]).sum())
     return [slot - padding for slot in indices.tolist() if slot >= 0]
+
+
+def passed_by(
+    part: PropagationPolicy, saliency: Tensor | None, context: LayerContext
+) -> list[list[int]] | None:
+    """The tokens of each row that go on, counted from the first new slot; None for all."""
+    passed = part.propagate(saliency, context)
+    return None if passed is None else passed.tolist()

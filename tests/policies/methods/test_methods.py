@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from kvpolicy import CachePolicy, LayerContext
+from kvpolicy import CachePolicy, LayerContext, Scorer
 from kvpolicy.policies import (
     TOVA,
     AccumulatedAttentionScorer,
@@ -24,9 +24,11 @@ from kvpolicy.policies import (
     MaxScorer,
     PyramidInfer,
     PyramidKV,
+    PyramidSelector,
     RandomScorer,
     SinkAndRecentSelector,
     SnapKV,
+    SpireKV,
     StreamingLLM,
     SumScorer,
     TokenSelectivePropagation,
@@ -34,6 +36,7 @@ from kvpolicy.policies import (
     WindowMaxPoolScorer,
 )
 from tests.contexts import layer_context
+from tests.policies.views import passed_by
 
 
 def layer(weights: list[list[float]], **changes: Any) -> LayerContext:
@@ -54,46 +57,52 @@ WEIGHTS = [
 ]
 
 
-def test_window_saliency_without_pooling_is_the_attention() -> None:
-    saliency = WindowMaxPoolScorer(window_size=1, kernel_size=1).score(layer(WEIGHTS))
-    expected = torch.tensor([[*row[:-1], 0.0] for row in WEIGHTS])
-    torch.testing.assert_close(saliency[0], expected)
+# One peak at token 3, whose saliency six tokens share.
+PEAK = [[0.02, 0.02, 0.02, 0.4, 0.02, 0.02, 0.02, 0.02, 0.46]] * 2
 
 
-def test_pooling_takes_neighbours_along_but_not_from_the_window() -> None:
-    saliency = WindowMaxPoolScorer(window_size=1, kernel_size=3).score(layer(WEIGHTS))
-    expected = [[0.30, 0.30, 0.02, 0.20, 0.20, 0.20, 0.04, 0.0]]
-    torch.testing.assert_close(saliency[0, :1], torch.tensor(expected))
+@pytest.mark.parametrize(
+    ("scorer", "expected"),
+    [
+        (WindowMaxPoolScorer(1, kernel_size=1), [[*row[:-1], 0.0] for row in WEIGHTS]),
+        # Neighbours are taken along, but not from the window.
+        (
+            WindowMaxPoolScorer(1, kernel_size=3),
+            [
+                [0.30, 0.30, 0.02, 0.20, 0.20, 0.20, 0.04, 0.0],
+                [0.01, 0.29, 0.29, 0.29, 0.03, 0.03, 0.02, 0.0],
+            ],
+        ),
+        (LastQueryScorer(), WEIGHTS),
+    ],
+    ids=str,
+)
+def test_saliency_on_paper(scorer: Scorer, expected: list[list[float]]) -> None:
+    torch.testing.assert_close(scorer.score(layer(WEIGHTS))[0], torch.tensor(expected))
 
 
-def test_of_equal_neighbours_the_peak_and_those_after_it_come_first() -> None:
-    """One peak at token 3; six tokens share its saliency, and a few places hold 3, 4 and 5."""
-    context = layer([[0.02, 0.02, 0.02, 0.4, 0.02, 0.02, 0.02, 0.02, 0.46]] * 2)
-    for peak_first, expected in [(False, [0, 1, 2, 8]), (True, [3, 4, 5, 8])]:
-        scorer = WindowMaxPoolScorer(1, kernel_size=7, peak_first=peak_first)
-        selector = GQAGroupSelector(retention_tokens=4, window_size=1)
-        assert selector.select(scorer.score(context), context).tolist() == [[expected]]
-
-
-def test_the_group_keeps_what_its_heads_like_on_average() -> None:
-    context = layer(WEIGHTS)
-    saliency = WindowMaxPoolScorer(1, kernel_size=1).score(context)
-    for count, expected in [(2, [0, 7]), (3, [0, 2, 7]), (4, [0, 2, 4, 7])]:
-        selector = GQAGroupSelector(retention_tokens=count, window_size=1)
-        assert selector.select(saliency, context).tolist() == [[expected]]
-
-
-def test_snapkv_at_half_the_context() -> None:
-    decision = SnapKV(0.5, window_size=1, kernel_size=1).decide(layer(WEIGHTS))
-    assert decision.kept.tolist() == [[[0, 2, 4, 7]]]
+@pytest.mark.parametrize(
+    ("policy", "weights", "expected"),
+    [
+        (SnapKV(0.5, window_size=1, kernel_size=1), WEIGHTS, [0, 2, 4, 7]),
+        # What the heads of the group like on average.
+        (SnapKV(retention_tokens=2, window_size=1, kernel_size=1), WEIGHTS, [0, 7]),
+        (SnapKV(retention_tokens=3, window_size=1, kernel_size=1), WEIGHTS, [0, 2, 7]),
+        # Of equal neighbours the earliest, or the peak and those after it.
+        (SnapKV(retention_tokens=4, window_size=1), PEAK, [0, 1, 2, 8]),
+        (SpireKV(retention_tokens=4, window_size=1, tsp_rate=1.0, beta=1), PEAK, [3, 4, 5, 8]),
+        (StreamingLLM(0.5, num_sinks=1), WEIGHTS, [0, 5, 6, 7]),
+        (StreamingLLM(0.1, num_sinks=4), WEIGHTS, [0, 1, 2, 3]),
+        (TOVA(retention_tokens=3), WEIGHTS, [0, 2, 7]),
+    ],
+    ids=str,
+)
+def test_what_is_kept_on_paper(
+    policy: CachePolicy, weights: list[list[float]], expected: list[int]
+) -> None:
+    decision = policy.decide(layer(weights))
+    assert decision.kept.tolist() == [[expected]]
     assert decision.passed_on is None
-
-
-def test_streaming_llm_keeps_both_ends() -> None:
-    decision = StreamingLLM(0.5, num_sinks=1).decide(layer(WEIGHTS))
-    assert decision.kept.tolist() == [[[0, 5, 6, 7]]]
-    decision = StreamingLLM(0.1, num_sinks=4).decide(layer(WEIGHTS))
-    assert decision.kept.tolist() == [[[0, 1, 2, 3]]]
 
 
 def test_fastkv_passes_on_at_its_layer_only() -> None:
@@ -186,9 +195,12 @@ def test_a_number_of_tokens_takes_the_place_of_a_default_rate() -> None:
     )
     assert "retention_rate=None" in repr(policy.selector)
     assert str(policy) == "FastKV(tsp_tokens=300, retention_tokens=100)"
-    assert StreamingLLM(retention_tokens=7).selector == SinkAndRecentSelector(
-        None, num_sinks=4, retention_tokens=7
-    )
+    for method, selector in (
+        (StreamingLLM, SinkAndRecentSelector(None, num_sinks=4, retention_tokens=64)),
+        (PyramidKV, PyramidSelector(None, window_size=8, retention_tokens=64, beta=20)),
+        (AdaKV, AdaptiveHeadSelector(None, window_size=8, retention_tokens=64, floor=0.2)),
+    ):
+        assert method(retention_tokens=64).selector == selector
 
 
 @pytest.mark.parametrize("policy", [FullContext(), StreamingLLM(), SnapKV(), FastKV()])
@@ -228,13 +240,6 @@ def test_key_norm_and_key_diff_on_paper() -> None:
     length = math.hypot(1.6, 0.2)
     expected = [[[-(0.6 * 1.6 - 0.8 * 0.2) / length, -1.6 / length, -0.2 / length]]]
     torch.testing.assert_close(KeyDiffScorer().score(context), torch.tensor(expected))
-
-
-def test_tova_looks_at_the_last_token_alone() -> None:
-    context = layer(WEIGHTS)
-    expected = torch.tensor(WEIGHTS)
-    torch.testing.assert_close(LastQueryScorer().score(context)[0], expected)
-    assert TOVA(retention_tokens=3).decide(context).kept.tolist() == [[[0, 2, 7]]]
 
 
 def test_random_numbers_are_spread_and_independent() -> None:
@@ -361,9 +366,8 @@ def test_pyramid_infer_on_paper() -> None:
     first = first / first.sum(dim=1, keepdim=True)
     expected = (first + torch.tensor(WEIGHTS)[:, :7]).mean(dim=0) / 2
     torch.testing.assert_close(weights[:7], expected)
-    passed = policy.propagation.propagate(policy.scorer.score(context), context)
-    assert passed is not None
-    assert passed.tolist() == [[0, 2, 4, 6, 7]]
+    saliency = policy.scorer.score(context)
+    assert passed_by(policy.propagation, saliency, context) == [[0, 2, 4, 6, 7]]
     # Two would not be more than min_context: nothing is dropped.
     reluctant = PyramidInfer(recent_rate=0.125, decay_ratio=0.1, num_sinks=1, min_context=3)
-    assert reluctant.propagation.propagate(policy.scorer.score(context), context) is None
+    assert passed_by(reluctant.propagation, saliency, context) is None

@@ -17,23 +17,17 @@ from kvpolicy.policies import (
 from tests import reference
 from tests.contexts import layer_context, of_new
 from tests.policies.scorers.support import random_layer
-from tests.policies.views import new_of, view_of
+from tests.policies.views import new_of, passed_by, view_of
 
 # Masses 0.5, 0.1, 0.3, 0.1 of blocks of two, and a last token of 0.
 SALIENCY = [0.4, 0.1, 0.0, 0.1, 0.15, 0.15, 0.1, 0.0, 0.0]
+OTHER = [0.0, 0.0, 0.9, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def layer(*rows: list[float], **changes: Any) -> tuple[Tensor, LayerContext]:
     """Saliencies of two KV heads, of which a mean is taken, and a layer of as many tokens."""
     keys = torch.zeros(1, 2, len(rows[0]), 3)
     return torch.tensor([rows]), layer_context(keys, layer_idx=1, num_layers=4, **changes)
-
-
-def passed_on(part: BlockMassPropagation, saliency: Tensor, context: LayerContext) -> list[int]:
-    passed = part.propagate(saliency, context)
-    assert passed is not None
-    found: list[int] = passed[0].tolist()
-    return found
 
 
 def part_of(mass: float, num_sinks: int = 0, window_size: int = 1) -> BlockMassPropagation:
@@ -43,36 +37,26 @@ def part_of(mass: float, num_sinks: int = 0, window_size: int = 1) -> BlockMassP
 
 
 @pytest.mark.parametrize(
-    ("mass", "expected"),
+    ("part", "rows", "expected"),
     [
-        (0.3, [0, 1, 8]),
-        (0.6, [0, 1, 4, 5, 8]),  # the block in which 0.6 is reached goes on too
-        (0.85, [0, 1, 2, 3, 4, 5, 8]),  # of two of 0.1 the earlier
+        (part_of(0.3), [SALIENCY, SALIENCY], [0, 1, 8]),
+        # The block in which 0.6 is reached goes on too; of two of 0.1 the earlier.
+        (part_of(0.6), [SALIENCY, SALIENCY], [0, 1, 4, 5, 8]),
+        (part_of(0.85), [SALIENCY, SALIENCY], [0, 1, 2, 3, 4, 5, 8]),
+        # The mean over heads counts.
+        (part_of(0.5), [SALIENCY, OTHER], [2, 3, 8]),
+        # First and last tokens go on singly.
+        (part_of(0.5, 3, 2), [[0.0] * 4 + [1.0] * 2 + [0.0] * 3, [0.0] * 9], [0, 1, 2, 4, 5, 7, 8]),
+        # Everything goes on where the mass asks for it or nothing is salient.
+        (part_of(1.0), [SALIENCY, SALIENCY], None),
+        (part_of(0.5), [[0.0] * 9] * 2, None),
+        (part_of(0.5), [[-each for each in SALIENCY]] * 2, None),
     ],
 )
-def test_on_paper(mass: float, expected: list[int]) -> None:
-    saliency, context = layer(SALIENCY, SALIENCY)
-    assert passed_on(part_of(mass), saliency, context) == expected
-
-
-def test_the_mean_over_heads_counts() -> None:
-    other = [0.0, 0.0, 0.9, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0]
-    saliency, context = layer(SALIENCY, other)
-    assert passed_on(part_of(0.5), saliency, context) == [2, 3, 8]
-    ranking = part_of(0.5).ranking(saliency, context)[0].tolist()
-    assert ranking[::2] == pytest.approx([0.5 / 2.8, 1.9 / 2.8, 0.3 / 2.8, 0.1 / 2.8, 0.0])
-
-
-def test_first_and_last_tokens_go_on_singly() -> None:
-    saliency, context = layer([0.0] * 4 + [1.0] * 2 + [0.0] * 3, [0.0] * 9)
-    assert passed_on(part_of(0.5, 3, 2), saliency, context) == [0, 1, 2, 4, 5, 7, 8]
-
-
-def test_everything_goes_on_where_the_mass_asks_for_it_or_nothing_is_salient() -> None:
-    saliency, context = layer(SALIENCY, SALIENCY)
-    assert part_of(1.0).propagate(saliency, context) is None
-    assert part_of(0.5).propagate(torch.zeros_like(saliency), context) is None
-    assert part_of(0.5).propagate(-saliency, context) is None
+def test_on_paper(
+    part: BlockMassPropagation, rows: list[list[float]], expected: list[int] | None
+) -> None:
+    assert passed_by(part, *layer(*rows)) == (None if expected is None else [expected])
 
 
 def test_in_a_later_turn_blocks_are_of_new_tokens() -> None:
@@ -80,7 +64,12 @@ def test_in_a_later_turn_blocks_are_of_new_tokens() -> None:
     rows = [9.0, 9.0, 9.0, 0.0, 0.1, 0.6, 0.0, 0.2, 0.0]
     positions = torch.tensor([0, 1, 7, *range(10, 16)]).expand(1, 2, 9)
     saliency, context = layer(rows, rows, positions=positions, new_valid=of_new(6), seen_len=(16,))
-    assert passed_on(part_of(0.5, num_sinks=8), saliency, context) == [2, 3, 5]
+    assert passed_by(part_of(0.5, num_sinks=8), saliency, context) == [[2, 3, 5]]
+
+
+def test_a_blocks_share_of_the_mean_over_heads() -> None:
+    ranking = part_of(0.5).ranking(*layer(SALIENCY, OTHER))[0].tolist()
+    assert ranking[::2] == pytest.approx([0.5 / 2.8, 1.9 / 2.8, 0.3 / 2.8, 0.1 / 2.8, 0.0])
 
 
 @pytest.mark.parametrize("mass", [0.2, 0.6, 0.9, 0.97])

@@ -22,6 +22,7 @@ from kvpolicy.policies import (
 )
 from kvpolicy.testing import layer_contexts, saliencies
 from tests.contexts import layer_context, of_new
+from tests.policies.views import passed_by
 
 TEXT, IMAGE, VIDEO, AUDIO = TokenKind
 
@@ -40,41 +41,31 @@ def layer_of(kinds: Sequence[Sequence[TokenKind]] | None, *, new: int = 8) -> La
 SALIENCY = torch.tensor([[[0.0, 0.3, 0.1, 0.2, 0.0, 0.4, 0.0, 0.0]]])
 
 
+MIXED = [[TEXT, IMAGE, IMAGE, IMAGE, TEXT, VIDEO, AUDIO, TEXT]]
+
+
 @pytest.mark.parametrize(
-    ("rate", "expected"),
+    ("kinds", "settings", "new", "expected"),
     [
-        (0.5, [0, 1, 4, 5, 6, 7]),  # 2 of 4 image tokens: 0.3 and 0.4
-        (0.75, [0, 1, 3, 4, 5, 6, 7]),
-        (0.25, [0, 4, 5, 6, 7]),
-        (0.1, [0, 4, 6, 7]),  # int(0.4): none
+        (MIXED, {"tsp_rate": 0.5}, 8, [[0, 1, 4, 5, 6, 7]]),  # 2 of 4 image tokens: 0.3 and 0.4
+        (MIXED, {"tsp_rate": 0.75}, 8, [[0, 1, 3, 4, 5, 6, 7]]),
+        (MIXED, {"tsp_rate": 0.25}, 8, [[0, 4, 5, 6, 7]]),
+        (MIXED, {"tsp_rate": 0.1}, 8, [[0, 4, 6, 7]]),  # int(0.4): none
+        # The last two image tokens go on whatever they score, and are the half of four.
+        (
+            [[TEXT, IMAGE, IMAGE, TEXT, TEXT, TEXT, IMAGE, IMAGE]],
+            {"tsp_rate": 0.5, "window_size": 2},
+            *(8, [[0, 3, 4, 5, 6, 7]]),
+        ),
+        # Text only; and a later turn without an image, whose earlier ones are held as they are.
+        (None, {"tsp_rate": 0.1}, 3, None),
+        ([[TEXT] * 8], {"tsp_rate": 0.1}, 3, None),
+        ([[IMAGE] * 5 + [TEXT] * 3], {"tsp_rate": 0.1}, 3, None),
     ],
 )
-def test_on_paper(rate: float, expected: list[int]) -> None:
-    kinds = [[TEXT, IMAGE, IMAGE, IMAGE, TEXT, VIDEO, AUDIO, TEXT]]
-    passed = VisualTokenPropagation(tsp_layer=1, tsp_rate=rate).propagate(SALIENCY, layer_of(kinds))
-    assert passed is not None
-    assert passed.tolist() == [expected]
-
-
-def test_the_window_goes_on_and_counts() -> None:
-    """The last two image tokens go on whatever they score, and are the half of four."""
-    kinds = [[TEXT, IMAGE, IMAGE, TEXT, TEXT, TEXT, IMAGE, IMAGE]]
-    passed = VisualTokenPropagation(tsp_layer=1, tsp_rate=0.5, window_size=2).propagate(
-        SALIENCY, layer_of(kinds)
-    )
-    assert passed is not None
-    assert passed.tolist() == [[0, 3, 4, 5, 6, 7]]
-
-
-@pytest.mark.parametrize("kinds", [None, [[TEXT] * 8], [[IMAGE] * 5 + [TEXT] * 3]])
-def test_nothing_to_drop(kinds: Any) -> None:
-    """Text only; and a later turn without an image, whose earlier ones are held as they are."""
-    assert (
-        VisualTokenPropagation(tsp_layer=1, tsp_rate=0.1).propagate(
-            SALIENCY, layer_of(kinds, new=3)
-        )
-        is None
-    )
+def test_on_paper(kinds: Any, settings: Any, new: int, expected: list[list[int]] | None) -> None:
+    part = VisualTokenPropagation(tsp_layer=1, **settings)
+    assert passed_by(part, SALIENCY, layer_of(kinds, new=new)) == expected
 
 
 def test_stages_multiply() -> None:
@@ -93,9 +84,7 @@ def test_stages_multiply() -> None:
             seen_len=(9,),
             kinds=kinds[:, :, start:],
         )
-        passed = stages.propagate(saliency[:, :, start:], context)
-        assert passed is not None
-        assert passed.tolist() == [expected]
+        assert passed_by(stages, saliency[:, :, start:], context) == [expected]
 
 
 def slow_fastv(context: LayerContext, row: int, rate: float) -> tuple[list[int], float]:

@@ -29,121 +29,78 @@ def prompt(key_len: int, *, kv_heads: int = 1, **changes: Any) -> LayerContext:
     return layer_context(torch.zeros(1, kv_heads, key_len, 3), **{"num_layers": 4, **changes})
 
 
-def pyramid_counts(selector: PyramidSelector, seen_len: int, num_layers: int) -> list[int]:
-    """Tokens that each layer keeps of a prompt, all of which reaches it."""
-    counts = []
-    for layer_idx in range(num_layers):
-        context = prompt(seen_len, layer_idx=layer_idx, num_layers=num_layers)
-        counts.append(selector.select(torch.rand(1, 1, seen_len), context).shape[-1])
-    return counts
-
-
 @pytest.mark.parametrize(
-    ("tokens", "seen_len", "num_layers", "beta", "expected"),
+    ("tokens", "seen_len", "num_layers", "shape", "expected"),
     [
         # A window of 2: 8 free places a layer. 8 * 3/4 * 3/3 = 6 and 8 * 3/4 * 1/3 = 2 more.
-        (10, 20, 4, 4, [16, 12, 8, 4]),
+        (10, 20, 4, {"beta": 4}, [16, 12, 8, 4]),
         # 14 tokens, 12 beside the window: the first layer has room for 4 more, not for 6.
-        (10, 14, 4, 4, [14, 12, 8, 6]),
+        (10, 14, 4, {"beta": 4}, [14, 12, 8, 6]),
         # 12 tokens: 2 of 6 in the first layer; all 2 of 2 fit in the second.
-        (10, 12, 4, 4, [12, 12, 8, 8]),
-        (10, 20, 3, 4, [16, 10, 4]),
-        (10, 20, 2, 4, [16, 4]),
-        (10, 20, 1, 4, [10]),
-        (10, 20, 4, 1, [10, 10, 10, 10]),
+        (10, 12, 4, {"beta": 4}, [12, 12, 8, 8]),
+        (10, 20, 3, {"beta": 4}, [16, 10, 4]),
+        (10, 20, 2, {"beta": 4}, [16, 4]),
+        (10, 20, 1, {"beta": 4}, [10]),
+        (10, 20, 4, {"beta": 1}, [10, 10, 10, 10]),
         # 7 free: 7 * 19 * 3 // 60 = 6 and 7 * 19 * 1 // 60 = 2 more.
-        (9, 100, 4, 20, [15, 11, 7, 3]),
-        (2, 20, 4, 20, [2, 2, 2, 2]),
-        (99, 20, 4, 20, [20, 20, 20, 20]),
+        (9, 100, 4, {"beta": 20}, [15, 11, 7, 3]),
+        (2, 20, 4, {"beta": 20}, [2, 2, 2, 2]),
+        (99, 20, 4, {"beta": 20}, [20, 20, 20, 20]),
+        # A floor. 13 free places; 9 * 3 // 3 more or fewer leave the last layer 4.
+        (15, 512, 4, {"floor_tokens": 4}, [24, 18, 12, 6]),
+        (15, 512, 8, {"floor_tokens": 4}, [24, 21, 18, 16, 14, 12, 9, 6]),
+        (6, 512, 4, {"floor_tokens": 4}, [6, 6, 6, 6]),
+        (5, 512, 4, {"floor_tokens": 4}, [5, 5, 5, 5]),
+        (2, 512, 4, {"floor_tokens": 4}, [2, 2, 2, 2]),
+        # 100 * 19 // 20 = 95 more leave 5 of 100, more than the floor.
+        (102, 512, 3, {"floor_tokens": 4}, [197, 102, 7]),
+        # There is no room for 9 more.
+        (15, 20, 2, {"floor_tokens": 4}, [20, 10]),
+        (15, 512, 1, {"floor_tokens": 4}, [15]),
     ],
 )
 def test_pyramid_counts_on_paper(
-    tokens: int, seen_len: int, num_layers: int, beta: int, expected: list[int]
+    tokens: int, seen_len: int, num_layers: int, shape: dict[str, int], expected: list[int]
 ) -> None:
-    selector = PyramidSelector(retention_tokens=tokens, window_size=2, beta=beta)
-    assert pyramid_counts(selector, seen_len, num_layers) == expected
+    """Tokens that each layer keeps of a prompt, all of which reaches it."""
+    selector = PyramidSelector(retention_tokens=tokens, window_size=2, **shape)
+    for layer_idx, count in enumerate(expected):
+        context = prompt(seen_len, layer_idx=layer_idx, num_layers=num_layers)
+        assert selector.select(torch.rand(1, 1, seen_len), context).shape[-1] == count
 
 
-@pytest.mark.parametrize(
-    ("tokens", "seen_len", "num_layers", "floor", "expected"),
-    [
-        # A window of 2: 13 free places; 9 * 3 // 3 more or fewer leave the last layer 4.
-        (15, 512, 4, 4, [24, 18, 12, 6]),
-        (15, 512, 8, 4, [24, 21, 18, 16, 14, 12, 9, 6]),
-        (6, 512, 4, 4, [6, 6, 6, 6]),
-        (5, 512, 4, 4, [5, 5, 5, 5]),
-        (2, 512, 4, 4, [2, 2, 2, 2]),
-        # 100 * 19 // 20 = 95 more leave 5 of 100, more than the floor.
-        (102, 512, 3, 4, [197, 102, 7]),
-        # There is no room for 9 more.
-        (15, 20, 2, 4, [20, 10]),
-        (15, 512, 1, 4, [15]),
-    ],
+@given(
+    floor_tokens=st.integers(0, 50),
+    seen_len=st.integers(1, 3000),
+    tokens=st.integers(1, 3000),
+    more=st.integers(1, 50),
+    window_size=st.integers(0, 70),
+    beta=st.integers(1, 40),
+    num_layers=st.integers(1, 40),
 )
-def test_a_floor_under_a_pyramid_on_paper(
-    tokens: int, seen_len: int, num_layers: int, floor: int, expected: list[int]
-) -> None:
-    selector = PyramidSelector(retention_tokens=tokens, window_size=2, floor_tokens=floor)
-    assert pyramid_counts(selector, seen_len, num_layers) == expected
-
-
-PARAMETERS = {
-    "floor_tokens": st.integers(0, 50),
-    "seen_len": st.integers(1, 3000),
-    "tokens": st.integers(1, 3000),
-    "window_size": st.integers(0, 70),
-    "beta": st.integers(1, 40),
-    "num_layers": st.integers(1, 40),
-}
-
-
-@given(**PARAMETERS)
 def test_all_layers_of_a_pyramid_keep_what_as_many_equal_layers_would(
-    seen_len: int, tokens: int, window_size: int, beta: int, num_layers: int, floor_tokens: int
+    tokens: int, more: int, seen_len: int, window_size: int, num_layers: int, **shape: int
 ) -> None:
-    selector = PyramidSelector(
-        None,
-        window_size=window_size,
-        retention_tokens=tokens,
-        beta=beta,
-        floor_tokens=floor_tokens,
-    )
     fixed = min(window_size, seen_len)
-    counts = [selector.count(seen_len, fixed, index, num_layers) for index in range(num_layers)]
+
+    def kept(size: int) -> tuple[PyramidSelector, list[int]]:
+        selector = PyramidSelector(None, window_size=window_size, retention_tokens=size, **shape)
+        return selector, [
+            selector.count(seen_len, fixed, index, num_layers) for index in range(num_layers)
+        ]
+
+    selector, counts = kept(tokens)
     equal = min(seen_len, max(tokens, fixed, 1))
     assert sum(counts) == num_layers * equal
     assert counts == sorted(counts, reverse=True)
     assert max(fixed, 1) <= counts[-1]
-    assert counts[-1] >= min(fixed + floor_tokens, equal)
+    assert counts[-1] >= min(fixed + shape["floor_tokens"], equal)
     assert counts[0] <= seen_len
     assert all(a + b == 2 * equal for a, b in zip(counts, reversed(counts), strict=True))
     rates = selector.kept_rates(num_layers, seen_len)
     assert rates == [count / seen_len for count in counts]
-
-
-@given(more=st.integers(1, 50), **PARAMETERS)
-def test_no_layer_of_a_pyramid_loses_by_a_larger_budget(
-    seen_len: int,
-    tokens: int,
-    window_size: int,
-    beta: int,
-    num_layers: int,
-    floor_tokens: int,
-    more: int,
-) -> None:
-    fixed = min(window_size, seen_len)
-    for layer_idx in range(num_layers):
-        smaller, larger = (
-            PyramidSelector(
-                None,
-                window_size=window_size,
-                retention_tokens=size,
-                beta=beta,
-                floor_tokens=floor_tokens,
-            ).count(seen_len, fixed, layer_idx, num_layers)
-            for size in (tokens, tokens + more)
-        )
-        assert smaller <= larger
+    # No layer loses by a larger budget.
+    assert all(a <= b for a, b in zip(counts, kept(tokens + more)[1], strict=True))
 
 
 @given(data=st.data(), context=layer_contexts(0), rate=st.sampled_from([0.05, 0.2, 0.5, 1.0]))
@@ -230,33 +187,43 @@ def later_turn(held: list[list[int]], new: int, seen_len: int) -> LayerContext:
     )
 
 
-def test_a_later_turn_with_unlike_heads_on_paper() -> None:
-    """20 tokens seen, a budget of 5 of them, a window of 2: 3 free places, 1 of them a head's own.
-
-    Head 0 holds four old tokens, head 1 one, and there are three new ones.
-    """
-    context = later_turn([[1, 4, 9, 16], [2]], new=3, seen_len=20)
-    scores = torch.tensor([[[0.2, 0.9, 0.1, 0.8, 0.7, 0, 0], [9, 9, 9, 0.3, 0.25, 0, 0]]])
-    selector = AdaptiveHeadSelector(0.25, window_size=2, floor=0.34)
-    kept = selector.select(scores, context)
-    # Own: 0.9 and 0.3. Shared, four: 0.8, 0.7, 0.25, 0.2. Padding, with 9, is no candidate.
-    assert kept.tolist() == [[[0, 1, 3, 4, 5, 6], [-1, -1, 3, 4, 5, 6]]]
+UNLIKE = later_turn([[1, 4, 9, 16], [2]], new=3, seen_len=20)
 
 
-def test_what_a_head_leaves_of_its_floor_goes_to_no_other() -> None:
-    """A floor of 3 places a head and none to share; head 1 has 2 tokens to take from."""
-    context = later_turn([[1, 4, 9, 16], [2]], new=3, seen_len=20)
-    selector = AdaptiveHeadSelector(0.25, window_size=2, floor=1.0)
-    kept = selector.select(torch.ones(1, 2, 7), context)
-    assert kept.tolist() == [[[0, 1, 2, 5, 6], [-1, 3, 4, 5, 6]]]
-
-
-def test_the_head_with_most_protected_tokens_says_how_many_places_are_free() -> None:
-    """Head 0 holds both first tokens, head 1 neither: 4 less 3 leaves one place a head to share."""
-    context = later_turn([[0, 1], [2, 5, 9, 12]], new=1, seen_len=20)
-    selector = AdaptiveHeadSelector(None, window_size=1, retention_tokens=4, floor=0.0, protect=2)
-    kept = selector.select(torch.ones(1, 2, 5), context)
-    assert kept.tolist() == [[[2, 3, 4], [0, 1, 4]]]
+@pytest.mark.parametrize(
+    ("selector", "scores", "context", "expected"),
+    [
+        # 20 tokens seen, a budget of 5 of them, a window of 2: 3 free places, 1 a head's own.
+        # Own: 0.9 and 0.3. Shared, four: 0.8, 0.7, 0.25, 0.2. Padding, with 9, is no candidate.
+        (
+            AdaptiveHeadSelector(0.25, window_size=2, floor=0.34),
+            [[0.2, 0.9, 0.1, 0.8, 0.7, 0, 0], [9, 9, 9, 0.3, 0.25, 0, 0]],
+            UNLIKE,
+            [[0, 1, 3, 4, 5, 6], [-1, -1, 3, 4, 5, 6]],
+        ),
+        # A floor of 3 places a head and none to share; head 1 has 2 tokens to take from.
+        (
+            AdaptiveHeadSelector(0.25, window_size=2, floor=1.0),
+            [[1.0] * 7] * 2,
+            UNLIKE,
+            [[0, 1, 2, 5, 6], [-1, 3, 4, 5, 6]],
+        ),
+        # Head 0 holds both first tokens, head 1 neither: 4 less 3 leaves one place a head to share.
+        (
+            AdaptiveHeadSelector(retention_tokens=4, window_size=1, floor=0.0, protect=2),
+            [[1.0] * 5] * 2,
+            later_turn([[0, 1], [2, 5, 9, 12]], new=1, seen_len=20),
+            [[2, 3, 4], [0, 1, 4]],
+        ),
+    ],
+)
+def test_a_later_turn_with_unlike_heads_on_paper(
+    selector: AdaptiveHeadSelector,
+    scores: list[list[float]],
+    context: LayerContext,
+    expected: list[list[int]],
+) -> None:
+    assert selector.select(torch.tensor([scores]), context).tolist() == [expected]
 
 
 def slow_adaptive(
@@ -346,13 +313,3 @@ def test_under_a_drop_late_layers_keep_what_reaches_them() -> None:
         queries=torch.zeros(1, 1, 2, 3),
     )
     assert policy.decide(context).kept.shape == (1, 1, 20)
-
-
-def test_a_number_of_tokens_takes_the_place_of_a_default_rate() -> None:
-    assert PyramidKV(retention_tokens=64).selector == PyramidSelector(
-        None, window_size=8, retention_tokens=64, beta=20
-    )
-    assert AdaKV(retention_tokens=64).selector == AdaptiveHeadSelector(
-        None, window_size=8, retention_tokens=64, floor=0.2
-    )
-    assert "retention_rate=None" in repr(AdaKV(retention_tokens=64))
