@@ -1,11 +1,20 @@
-"""Arguments that methods and parts refuse, and what is said of them."""
+"""Arguments that policies, methods and parts refuse, and what is said of them."""
 
 import pytest
 
 from tests.policies.written import made
 
+UNSCORED = "rereading must be None if no queries are scored"
 VALUES = {
     # Budgets and rates
+    "Budget(rate=0.0, name='tsp')": r"tsp_rate must be in \(0, 1\], got",
+    "Budget(rate=-0.1, name='tsp')": r"tsp_rate must be in \(0, 1\], got",
+    "Budget(rate=1.5, name='tsp')": r"tsp_rate must be in \(0, 1\], got",
+    "Budget(rate=nan, name='tsp')": r"tsp_rate must be in \(0, 1\], got",
+    "Budget(rate=inf, name='tsp')": r"tsp_rate must be in \(0, 1\], got",
+    "Budget(rate=0.1, tokens=5)": "exactly one of retention_rate and",
+    "Budget()": "exactly one of retention_rate and retention_tokens must be given",
+    "Budget(tokens=0)": "retention_tokens must be at least 1, got 0",
     "SnapKV(0.0)": r"retention_rate must be in \(0, 1\], got 0.0",
     "SnapKV(1.1)": r"retention_rate must be in \(0, 1\], got 1.1",
     "PyramidKV(0.0)": r"retention_rate must be in \(0, 1\], got 0.0",
@@ -105,7 +114,45 @@ VALUES = {
     "PyramidInfer(recent_rate=0.0)": r"recent_rate must be in \(0, 1\], got 0.0",
     "PyramidInfer(decay_ratio=1.5)": r"decay_ratio must be in \(0, 1\]",
     "PyramidInfer(distance_weight=0)": "distance_weight must be above 0",
+    # Answers with a bound
+    "DecodingEviction(None, GQAGroupSelector(0.2))": "must have a budget in tokens",
+    "DecodingEviction(None, KeepAllSelector())": "must have a budget in tokens",
+    "DecodingEviction(None, AdaptiveHeadSelector(0.2))": "must have a budget in tokens",
+    "DecodingEviction(None, GQAGroupSelector(retention_tokens=9))": "needs saliency, got None",
+    "DecodingEviction(WindowMaxPoolScorer(16), GQAGroupSelector(retention_tokens=64))": (
+        "at least 16, the window"
+    ),
+    "DecodingEviction(None, SinkAndRecentSelector(retention_tokens=9), every=0)": (
+        "every must be at least 1"
+    ),
+    "DecodingEviction(PeakAttentionScorer(), GlobalThresholdSelector(retention_tokens=9))": (
+        "must choose layer by layer"
+    ),
+    "KVzip(decoding=9)": "decoding of KVzip must be a DecodingEviction or None",
+    # A second reading
+    "Repetition(chunk_size=0)": "chunk_size must be at least 1, got 0",
+    "Repetition(overlap=-1)": "overlap must be at least 0, got -1",
+    "Repetition(num_sinks=-1)": "num_sinks must be at least 0",
+    "Repetition(unrepeated=-1)": "unrepeated must be at least 0, got -1",
+    "Repetition(instruction_ids=[-4])": "every id of instruction_ids must be at least 0, got -4",
+    "CachePolicy(None, KeepAllSelector(), PassAllPropagation(), rereading=Repetition())": UNSCORED,
+    "CachePolicy(PeakAttentionScorer(), KeepAllSelector(), PassAllPropagation(), "
+    "rereading=Repetition())": UNSCORED,
+    "CachePolicy(KeyNormScorer(), GQAGroupSelector(), PassAllPropagation(), "
+    "rereading=Repetition())": UNSCORED,
+    "CachePolicy(PeakAttentionScorer(), GlobalThresholdSelector(0.3), "
+    "TokenSelectivePropagation(tsp_layer=1), rereading=Repetition()).check_model(4)": (
+        "rereading must be None if tokens are dropped"
+    ),
     # What is put together
+    "CachePolicy(None, GQAGroupSelector(), PassAllPropagation())": (
+        "scorer must be a Scorer, since GQAGroupSelector"
+    ),
+    "CachePolicy(WindowMaxPoolScorer(8), GQAGroupSelector(window_size=4), PassAllPropagation())": (
+        "must be at least 8, .* got 4"
+    ),
+    "CachePolicy(WindowMaxPoolScorer(8), GQAGroupSelector(), "
+    "TokenSelectivePropagation(window_size=7))": "TokenSelectivePropagation",
     "SumScorer([])": "scorers must hold at least one Scorer",
     "SumScorer([KeyNormScorer()], weights=[1, 2])": "weights must be one for each",
     "SumScorer([KeyNormScorer()], weights=[nan])": "finite in float32, got nan",
@@ -126,6 +173,9 @@ VALUES = {
 
 TYPES = {
     # Numbers
+    "Budget(tokens=2.5)": "retention_tokens must be an int, got 2.5",
+    "Budget(tokens=True)": "retention_tokens must be an int",
+    "Budget(rate='0.1')": "retention_rate must be a number",
     "Compactor('0.1')": "retention_rate must be a number in",
     "StreamingLLM('all')": "retention_rate must be a number",
     "SnapKV(window_size=8.0)": "window_size must be an int, got 8.0",
@@ -144,6 +194,9 @@ TYPES = {
     "ExpectedAttentionScorer(epsilon='0')": "epsilon must be a number, got '0'",
     "PyramidInfer(distance_weight='1')": "distance_weight must be a number",
     "PyramidInfer(min_context=1.5)": "min_context must be an int, got 1.5",
+    "Repetition(chunk_size=1.5)": "must be an int",
+    "Repetition(later_ids=['a'])": "must be an int",
+    "Repetition(answer_ids=[True])": "must be an int",
     # True or False
     "LastQueryProductScorer(own=None)": "own must be a bool, got None",
     "ExpectedAttentionScorer(by_value=1)": "by_value must be a bool, got 1",
@@ -151,6 +204,21 @@ TYPES = {
     "SnapKV(group_first=1)": "group_first must be a bool, got 1",
     "CrossLayerPropagation(standardize=1)": "standardize must be a bool, got 1",
     # Parts
+    "CachePolicy(KeyNormScorer(), GQAGroupSelector(), PassAllPropagation(), rereading=2048)": (
+        "rereading must be a Repetition"
+    ),
+    "CachePolicy(KeyNormScorer(), GQAGroupSelector(), PassAllPropagation(), decoding=64)": (
+        "decoding must be a DecodingEviction"
+    ),
+    "CachePolicy('scorer', GQAGroupSelector(), PassAllPropagation())": "must be a Scorer, got",
+    "CachePolicy(GQAGroupSelector(), GQAGroupSelector(), PassAllPropagation())": (
+        "must be a Scorer, got"
+    ),
+    "CachePolicy(None, WindowMaxPoolScorer(), PassAllPropagation())": "must be a KVSelector, got",
+    "CachePolicy(None, SinkAndRecentSelector, PassAllPropagation())": "must be a KVSelector, got",
+    "CachePolicy(None, SinkAndRecentSelector(), None)": "must be a PropagationPolicy, got",
+    "DecodingEviction(SnapKV(), GQAGroupSelector(retention_tokens=9))": "scorer must be a Scorer",
+    "DecodingEviction(None, SnapKV())": "selector must be a KVSelector",
     "ChunkMeanScorer('snapkv', chunk_size=2)": "scorer must be a Scorer, got 'snapkv'",
     "CAOTEScorer('h2o')": "scorer must be a Scorer, got 'h2o'",
     "MaxScorer([WindowMaxPoolScorer])": "scorer must be a Scorer",
@@ -177,6 +245,24 @@ TYPES = {
     "KVzip(instruction_ids=3)": "instruction_ids must be a sequence of token ids",
     "Repetition(later_ids=3)": "later_ids must be a sequence of token ids, got 3",
     "Repetition(answer_ids=3)": "answer_ids must be a sequence of token ids, got 3",
+}
+
+
+# Operands of scorers
+BESIDE = "must have a Scorer on both sides, got"
+TYPES |= {
+    "KeyNormScorer() + 3": rf"\+ {BESIDE} 3 .* 0\.5 \* sc",
+    "3 + KeyNormScorer()": rf"\+ {BESIDE} 3 beside Key",
+    "sum([KeyNormScorer(), WindowMaxPoolScorer(4)])": r"got 0 .* use SumScorer\(scorers\)",
+    "KeyNormScorer() | None": rf"\| {BESIDE} None",
+    "KeyNormScorer() + KeyNormScorer": r"got <class .* make one first: KeyNormScorer\(\)",
+    "KeyNormScorer() | GQAGroupSelector()": r"\| must .* got GQAGroupSelector\(",
+    "tensor([1.0, 1.0]) + KeyNormScorer()": rf"\+ {BESIDE} tensor",
+    "KeyNormScorer() * KeyNormScorer()": (
+        r"\* must have a number and a Scorer, .* add scorers by \+"
+    ),
+    "KeyNormScorer() * '2'": "weights must be numbers, got '2' of str",
+    "True * KeyNormScorer()": "weights must be numbers, got True of bool",
 }
 
 

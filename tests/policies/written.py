@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import tensor
 
-from kvpolicy import CachePolicy, DecodingEviction, Repetition, policies
+from kvpolicy import Budget, CachePolicy, DecodingEviction, Repetition, policies
 
 NAMES: dict[str, Any] = {
     **{name: getattr(policies, name) for name in policies.__all__},
-    **{each.__name__: each for each in (CachePolicy, DecodingEviction, Repetition)},
+    **{each.__name__: each for each in (Budget, CachePolicy, DecodingEviction, Repetition)},
     **{"inf": inf, "nan": nan, "tensor": tensor},
 }
 
