@@ -96,12 +96,7 @@ class Family:
     attn_implementation: str = "sdpa"
 
     def build(self, seed: int = 0, *, attn_implementation: str | None = None) -> PreTrainedModel:
-        """Builds the model, float32, in evaluation mode, without an end-of-sequence token.
-
-        Args:
-            seed: of the weights; the global random state is neither used nor changed.
-            attn_implementation: in the place of the family's own.
-        """
+        """Builds the model, float32, in evaluation mode, without an end-of-sequence token."""
         config_class: Any = CONFIG_MAPPING[self.model_type]
         known = set(config_class.__dataclass_fields__) | set(config_class.attribute_map)
         common = {name: value for name, value in _COMMON.items() if name in known}

@@ -39,12 +39,7 @@ class GemFilter:
         return Choice([list(range(len(held))) for held in layer.entries])
 
     def restart_on(self, layer: LayerView) -> tuple[list[int], float]:
-        """Chooses, at the filter layer of the first pass, the tokens to restart on.
-
-        Returns:
-            Indices of the new tokens, ascending, and the margin of the choice, relative to the
-            largest product of a query and a key: products have either sign and may cancel.
-        """
+        """Chooses, at the filter layer of the first pass, the tokens to restart on."""
         group = len(layer.queries) // len(layer.entries)
         products = []
         for head, queries in enumerate(layer.queries):

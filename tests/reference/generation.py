@@ -76,12 +76,7 @@ class ReferenceState:
     """
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
-        """Starts an empty context.
-
-        Args:
-            model: a causal language model of the Llama, Mistral, Qwen2 or Qwen3 family on the CPU.
-            method: what to keep and pass on.
-        """
+        """Starts an empty context."""
         self.model = model
         self.method = method
         self.seen = 0
@@ -107,17 +102,7 @@ class ReferenceState:
         num_decode: int,
         forced: Sequence[int] | None = None,
     ) -> TurnResult:
-        """Prefills new tokens, applies the method, then decodes greedily.
-
-        Args:
-            new_token_ids: at least one; they begin with the last turn's unfed token where the
-                caller wants it in the context.
-            num_decode: decode steps; each feeds a token, appends it and chooses nothing.
-            forced: `num_decode` tokens to feed in the place of the greedy ones, or None.
-
-        Returns:
-            Logits, greedy tokens and the choices made.
-        """
+        """Prefills new tokens, applies the method, then decodes greedily."""
         assert len(new_token_ids) > 0, "a turn needs a new token"
         assert forced is None or len(forced) == num_decode, "one forced token for each decode step"
         start = self.seen
@@ -145,12 +130,7 @@ class ReferenceState:
     def _act(
         self, new_token_ids: Sequence[int]
     ) -> tuple[Tensor, dict[int, list[int]], list[list[int]], float]:
-        """Prefills new tokens and applies the method's choices.
-
-        Returns:
-            Logits `[vocab]`; positions passed on by the layers that passed on fewer than all;
-            positions that reached each layer; the smallest margin.
-        """
+        """Prefills new tokens and applies the method's choices."""
         positions = list(range(self.seen, self.seen + len(new_token_ids)))
         self.seen += len(new_token_ids)
         if isinstance(self.method, GemFilter):
@@ -180,12 +160,7 @@ class ReferenceState:
     def _prefill(
         self, token_ids: Sequence[int], positions: Sequence[int]
     ) -> tuple[Tensor, list[list[int]], float]:
-        """Runs tokens through all layers, and applies the method's choice at each.
-
-        Returns:
-            Logits `[vocab]`; the positions that reached each layer and, last, those that left the
-            last one; the smallest margin.
-        """
+        """Runs tokens through all layers, and applies the method's choice at each."""
         self.notes = {}  # a method remembers nothing of other prompts
         positions = list(positions)
         rotary = list(range(self.rotary, self.rotary + len(token_ids)))
@@ -261,12 +236,7 @@ class ReferenceState:
         positions: Sequence[int],
         rotary: Sequence[int],
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """Runs one layer on new tokens `hidden` `[len, hidden]`, over the entries it holds.
-
-        Returns:
-            The layer's output `[len, hidden]`; queries per query head `[len, head_dim]`; per KV
-            head the entries held before and then the new ones.
-        """
+        """Runs one layer on new tokens `hidden` `[len, hidden]`, over the entries it holds."""
         queries, new = project(self.model, layer_idx, hidden, positions, rotary)
         grown = [old + added for old, added in zip(self.cache[layer_idx], new, strict=True)]
         scaling = float(decoder_layers(self.model)[layer_idx].self_attn.scaling)

@@ -43,19 +43,7 @@ class AdaKV(SnapKV):
 def share(
     scores: Sequence[Sequence[float]], exempt: Sequence[Sequence[int]], free: int, floor: float
 ) -> tuple[list[list[int]], float]:
-    """Distributes `free` places per head: some to each head, the rest to the best of all heads.
-
-    Args:
-        scores: per head, of the tokens before the window; heads may have unlike numbers of them.
-        exempt: per head, indices that do not compete.
-        free: places for each head on average.
-        floor: each head first takes `int(free * floor)` of its own highest.
-
-    Returns:
-        Per head the indices taken, ascending; and the smallest gap between a token taken and one
-        dropped that could have been taken in its place: one of the same head, or, where it was
-        taken in the ranking of all heads, one of any head.
-    """
+    """Distributes `free` places per head: some to each head, the rest to the best of all heads."""
     own_places = int(free * floor)
     taken: list[list[int]] = []
     rest: list[tuple[int, int]] = []

@@ -153,14 +153,7 @@ def turn_part(vector: Tensor, angles: Tensor) -> Tensor:
 def project_gated(
     attention: Any, normed: Tensor, positions: Sequence[int], turns: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], list[list[Entry]]]:
-    """Returns queries and gates per query head `[len, head_dim]`, and entries per KV head.
-
-    Args:
-        attention: the layer's attention module.
-        normed: `[len, hidden]`.
-        positions: of each token.
-        turns: rotary angles of each token.
-    """
+    """Returns queries and gates per query head `[len, head_dim]`, and entries per KV head."""
     head_dim = attention.head_dim
 
     def turned(rows: Tensor, norm: Any) -> list[Tensor]:

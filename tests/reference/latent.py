@@ -208,13 +208,7 @@ def turn(attention: Any, vector: Tensor, position: int) -> Tensor:
 
 
 def expanded_queries(attention: Any, normed: Tensor, rotary: Sequence[int]) -> list[Tensor]:
-    """Returns, per query head, the queries `[len, nope + rope]` with the last `rope` rotated.
-
-    Args:
-        attention: the layer's attention module.
-        normed: `[len, hidden]`.
-        rotary: position of each token.
-    """
+    """Returns, per query head, the queries `[len, nope + rope]` with the last `rope` rotated."""
     if attention.q_lora_rank is None:
         flat = linear(normed, attention.q_proj.weight)
     else:
@@ -243,14 +237,7 @@ def expansions(attention: Any) -> list[tuple[Tensor, Tensor]]:
 def latent_entries(
     attention: Any, normed: Tensor, positions: Sequence[int], rotary: Sequence[int]
 ) -> list[Entry]:
-    """Returns the entries that the layer stores for the new tokens.
-
-    Args:
-        attention: the layer's attention module.
-        normed: `[len, hidden]`.
-        positions: of each token in the row.
-        rotary: rotary position of each token's rotary key.
-    """
+    """Returns the entries that the layer stores for the new tokens."""
     projection = attention.kv_a_proj_with_mqa
     rank = attention.kv_lora_rank
     matrices = expansions(attention)

@@ -222,11 +222,7 @@ class FastKV(SnapKV):
 def pass_on(
     method: SnapKV, layer: LayerView, rate: float | None, tokens: int | None = None
 ) -> tuple[list[int], float]:
-    """Chooses the new tokens to pass on, by `method`'s saliency averaged over all query heads.
-
-    Returns:
-        Indices of the new tokens, ascending, and the margin of the choice.
-    """
+    """Chooses the new tokens to pass on, by `method`'s saliency averaged over all query heads."""
     new_len = len(layer.new_positions)
     group = len(layer.queries) // len(layer.entries)
     competing = max(0, new_len - method.window_size)

@@ -44,20 +44,7 @@ def expected_scores(
     epsilon: float,
     channels: slice = slice(None),
 ) -> list[float]:
-    """Returns the expected-attention score of each entry of a KV head; sinks get 0.
-
-    Args:
-        queries: per query head of the group, the query of each new token.
-        query_positions: positions of these tokens.
-        held: the head's entries.
-        next_position: position of the first future token.
-        scaling: factor on the products.
-        theta: base of the rotary frequencies.
-        num_sinks: positions below this are left out.
-        future_len: number of future positions that are averaged over.
-        epsilon: added to the shares.
-        channels: which of a head's channels are rotated.
-    """
+    """Returns the expected-attention score of each entry of a KV head; sinks get 0."""
     width = len(held[0].key)
     ahead = range(next_position, next_position + future_len)
     units = torch.eye(width, dtype=torch.float64)
@@ -173,19 +160,7 @@ def chunk_attentions(
     chunk_size: int,
     kernel_size: int,
 ) -> list[float]:
-    """Returns each entry's attention from its chunk, times the norm of its value.
-
-    Args:
-        queries: per query head of the group, the query of each new token that takes part.
-        query_positions: positions of these tokens.
-        held: the entries that take part, sinks and last ones left out.
-        num_sinks: where the first chunk begins.
-        chunk_size: positions of a chunk.
-        kernel_size: width of the average-pooling over the held entries.
-
-    Returns:
-        One number for each entry; 0 where its chunk has no query.
-    """
+    """Returns each entry's attention from its chunk, times the norm of its value."""
     chunks: dict[int, list[int]] = defaultdict(list)
     for j, entry in enumerate(held):
         chunks[(entry.position - num_sinks) // chunk_size].append(j)

@@ -20,15 +20,7 @@ def lag_scores(
     num_sinks: int,
     lag_size: int,
 ) -> list[float]:
-    """Returns each token's score: 2 for a sink, else its rank in its run or its recency.
-
-    Args:
-        positions: positions of the tokens, ascending.
-        keys: key of each token.
-        values: value of each token.
-        num_sinks: positions below this are sinks.
-        lag_size: tokens of a run.
-    """
+    """Returns each token's score: 2 for a sink, else its rank in its run or its recency."""
     sinks = sum(position < num_sinks for position in positions)
     behind = range(sinks, len(positions))
     starts = range(sinks, len(positions) - lag_size + 1, lag_size)

@@ -261,14 +261,7 @@ class Outcome:
 
 @torch.no_grad()
 def read(row: VisionRow, prompts: Sequence[tuple[int, int]], method: VisionMethod) -> Outcome:
-    """Runs a whole row, prompts and answers, through all layers.
-
-    Args:
-        row: the row.
-        prompts: first and last + 1 position of each, ascending; the method chooses after each. The
-            tokens between and after them are appended.
-        method: what each layer keeps and passes on.
-    """
+    """Runs a whole row, prompts and answers, through all layers."""
     alive = list(range(len(row.embeddings)))
     hidden = row.embeddings
     outcome = Outcome(hidden, alive, [[] for _ in prompts], [{} for _ in prompts])
