@@ -79,7 +79,7 @@ def dense_rows(model: PreTrainedModel, each: Asked, method: Any, later: bool) ->
     if not later:
         prompt, after = (*each.document_ids, *each.question_ids), each.answer_ids[:-1]
     turn = ReferenceState(model, method).turn(prompt, len(after), after)
-    rows = torch.cat([turn.prefill_logits[None], turn.decode_logits])[-len(each.answer_ids) :]
+    rows = turn.logits[-len(each.answer_ids) :]
     return rows.double().softmax(-1).log()
 
 

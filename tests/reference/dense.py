@@ -13,14 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention import masked_softmax
-from .decoder import (
-    decoder_layers,
-    embed,
-    finish_layer,
-    geometry,
-    logits_of,
-    project,
-)
+from .decoder import decoder_layers, embed, finish_layer, geometry, logits_of, project
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from .attention import attention_probabilities
 from .methods import Choice, FullContext, LayerView, SnapKV
-from .selection import (
-    average_pool,
-    budget,
-    head_mean,
-    margin,
-    window_and_highest,
-    window_saliency,
-)
+from .selection import average_pool, budget, head_mean, margin, window_and_highest, window_saliency
 
 
 def products(query: Tensor, layer: LayerView, head: int) -> list[float]:

@@ -36,11 +36,7 @@ class GaplessState(ReferenceState):
     farthest = 0
 
     def _layer(
-        self,
-        layer_idx: int,
-        hidden: Tensor,
-        positions: Sequence[int],
-        rotary: Sequence[int],
+        self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
         """Runs one layer as `ReferenceState._layer` does, with positions without gaps."""
         theta = geometry(self.model).rope_theta

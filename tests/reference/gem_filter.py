@@ -39,7 +39,10 @@ class GemFilter:
         return Choice([list(range(len(held))) for held in layer.entries])
 
     def restart_on(self, layer: LayerView) -> tuple[list[int], float]:
-        """Chooses, at the filter layer of the first pass, the tokens to restart on."""
+        """Chooses, at the filter layer of the first pass, the tokens to restart on.
+
+        The margin is relative to the largest product: products have either sign and may cancel.
+        """
         group = len(layer.queries) // len(layer.entries)
         products = []
         for head, queries in enumerate(layer.queries):

@@ -11,14 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention import Entry, attention_probabilities
-from .decoder import (
-    decoder_layers,
-    embed,
-    finish_layer,
-    geometry,
-    logits_of,
-    project,
-)
+from .decoder import decoder_layers, embed, finish_layer, geometry, logits_of, project
 from .dense import Act
 from .gem_filter import GemFilter
 from .methods import Choice, LayerView, Method
@@ -53,6 +46,11 @@ class TurnResult:
     start: int
     end: int
     margin: float
+
+    @property
+    def logits(self) -> Tensor:
+        """Returns the logits `[1 + num_decode, vocab]` after the act and after each token."""
+        return torch.cat([self.prefill_logits[None], self.decode_logits])
 
     @property
     def act(self) -> Act:
@@ -97,10 +95,7 @@ class ReferenceState:
 
     @torch.no_grad()
     def turn(
-        self,
-        new_token_ids: Sequence[int],
-        num_decode: int,
-        forced: Sequence[int] | None = None,
+        self, new_token_ids: Sequence[int], num_decode: int, forced: Sequence[int] | None = None
     ) -> TurnResult:
         """Prefills new tokens, applies the method, then decodes greedily."""
         assert len(new_token_ids) > 0, "a turn needs a new token"
@@ -116,21 +111,16 @@ class ReferenceState:
             tokens.append(int(decode_logits[-1].argmax()))
         stacked = torch.stack([prefill_logits, *decode_logits])[1:]
         return TurnResult(
-            prefill_logits,
-            stacked,
-            tokens,
-            kept,
-            propagated,
-            reached,
-            start,
-            end,
-            margin,
+            prefill_logits, stacked, tokens, kept, propagated, reached, start, end, margin
         )
 
     def _act(
         self, new_token_ids: Sequence[int]
     ) -> tuple[Tensor, dict[int, list[int]], list[list[int]], float]:
-        """Prefills new tokens and applies the method's choices."""
+        """Prefills new tokens and applies the method's choices.
+
+        Returns logits; by layer what went on, if not all; what reached each; the smallest margin.
+        """
         positions = list(range(self.seen, self.seen + len(new_token_ids)))
         self.seen += len(new_token_ids)
         if isinstance(self.method, GemFilter):
@@ -160,7 +150,10 @@ class ReferenceState:
     def _prefill(
         self, token_ids: Sequence[int], positions: Sequence[int]
     ) -> tuple[Tensor, list[list[int]], float]:
-        """Runs tokens through all layers, and applies the method's choice at each."""
+        """Runs tokens through all layers, and applies the method's choice at each.
+
+        Returns logits; what reached each layer and, last, what left the last; the smallest margin.
+        """
         self.notes = {}  # a method remembers nothing of other prompts
         positions = list(positions)
         rotary = list(range(self.rotary, self.rotary + len(token_ids)))
@@ -230,11 +223,7 @@ class ReferenceState:
         return self._logits(hidden[-1])
 
     def _layer(
-        self,
-        layer_idx: int,
-        hidden: Tensor,
-        positions: Sequence[int],
-        rotary: Sequence[int],
+        self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
         """Runs one layer on new tokens `hidden` `[len, hidden]`, over the entries it holds."""
         queries, new = project(self.model, layer_idx, hidden, positions, rotary)

@@ -43,7 +43,11 @@ class AdaKV(SnapKV):
 def share(
     scores: Sequence[Sequence[float]], exempt: Sequence[Sequence[int]], free: int, floor: float
 ) -> tuple[list[list[int]], float]:
-    """Distributes `free` places per head: some to each head, the rest to the best of all heads."""
+    """Distributes `free` places per head: some to each head, the rest to the best of all heads.
+
+    Also returns the smallest gap between a token taken and one dropped that could have been taken
+    in its place: one of the same head, or in the ranking of all heads one of any head.
+    """
     own_places = int(free * floor)
     taken: list[list[int]] = []
     rest: list[tuple[int, int]] = []

@@ -86,11 +86,7 @@ class HybridState(ReferenceState):
         return linear(centred_norm(hidden, untyped.model.norm), untyped.lm_head.weight)
 
     def _layer(
-        self,
-        layer_idx: int,
-        hidden: Tensor,
-        positions: Sequence[int],
-        rotary: Sequence[int],
+        self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
         """Runs one layer; a recurrent layer updates its state and returns no queries."""
         layer = decoder_layers(self.model)[layer_idx]

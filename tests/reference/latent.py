@@ -156,11 +156,7 @@ class LatentState(ReferenceState):
         return replace(view, rope_channels=slice(config.kv_lora_rank, None))
 
     def _layer(
-        self,
-        layer_idx: int,
-        hidden: Tensor,
-        positions: Sequence[int],
-        rotary: Sequence[int],
+        self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
         """Runs one layer; returns queries in the latents' space."""
         layer = decoder_layers(self.model)[layer_idx]

@@ -118,6 +118,8 @@ def margin(
     This is the minimum of `(kept - dropped) / kept` over all kept and dropped tokens of different
     score; a small one means that rounding may change the choice. Equal scores do not count, since
     pooling makes neighbours equal in every implementation.
+    `scale` divides the gap instead of the kept score, for scores of any sign. Indices in `chosen`
+    beyond `scores` (the window) are ignored.
     """
     competed = [index for index in range(len(scores)) if index not in exempt]
     kept = [scores[index] for index in competed if index in chosen]

@@ -1,5 +1,6 @@
 """Tests the slow reference's restart, uneven budgets, stages and protected tokens."""
 
+from itertools import product
 from math import inf, log
 from typing import Any, cast
 
@@ -30,12 +31,18 @@ from tests.reference import (
     visible_after,
 )
 from tests.reference.attention import Entry
+from tests.reference.comparing import max_error
 from tests.reference.head_budgets import share
 from tests.reference.layer_budgets import free_places
 from tests.reference.methods import LayerView
 from tests.reference.selection import average_pool, below, margin, window_and_highest
 
 KEEPS_ALL: list[Method] = [
+    FullContext(),
+    StreamingLLM(retention_rate=1.0),
+    SnapKV(retention_rate=1.0),
+    SnapKV(retention_tokens=500),
+    FastKV(retention_rate=1.0, tsp_rate=1.0),
     GemFilter(retention_rate=1.0),
     GemFilter(retention_tokens=500, filter_layer=3),
     PyramidKV(1.0),
@@ -46,6 +53,13 @@ KEEPS_ALL: list[Method] = [
     StreamingLLM(0.1, protect=500),
     FastKV(0.1, tsp_rate=0.1, protect=500),
     GemFilter(retention_rate=0.1, protect=500),
+]
+BASIC: list[Method] = [
+    StreamingLLM(retention_rate=0.3, num_sinks=3),
+    SnapKV(retention_rate=0.37, window_size=5, kernel_size=3),
+    SnapKV(retention_tokens=11, window_size=4),
+    FastKV(retention_rate=0.23, tsp_rate=0.41, window_size=5, kernel_size=3),
+    FastKV(retention_rate=0.3, tsp_rate=0.3, tsp_layer=0, window_size=3),
 ]
 EVICTS: list[Method] = [
     PyramidKV(0.3, window_size=3, kernel_size=3, beta=5),
@@ -106,17 +120,6 @@ def two_turns(
     return [*prompt, *first.tokens[:-1], *question, *second.tokens[:-1]], first, second
 
 
-def logits_of_turn(turn: TurnResult) -> Tensor:
-    """Returns a turn's logits `[1 + num_decode, vocab]`."""
-    return torch.cat([turn.prefill_logits[None], turn.decode_logits])
-
-
-def max_error(ours: Tensor, theirs: Tensor) -> float:
-    """Returns the largest difference between two tensors."""
-    assert ours.shape == theirs.shape
-    return float((ours - theirs).abs().max())
-
-
 # Parts
 
 
@@ -148,38 +151,31 @@ def test_margin_of_exempt_and_signed_scores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mean", "most", "num_layers", "beta", "expected"),
+    ("mean", "most", "num_layers", "beta", "floor", "expected"),
     [
-        (8, 18, 4, 4, [14, 10, 6, 2]),  # 8 * 3 * 3 / 12 = 6 above, 8 * 3 * 1 / 12 = 2 above
-        (8, 18, 5, 4, [14, 11, 8, 5, 2]),
-        (7, 10, 4, 4, [10, 8, 6, 4]),  # 5 above would be 12 of 10 there are
-        (7, 30, 4, 20, [13, 9, 5, 1]),  # 6.65 and 2.22 above, rounded down
-        (9, 9, 3, 20, [9, 9, 9]),
-        (9, 30, 3, 1, [9, 9, 9]),
-        (0, 30, 3, 20, [0, 0, 0]),
-        (9, 30, 1, 20, [9]),
-        (9, 30, 2, 3, [15, 3]),
+        (8, 18, 4, 4, 0, [14, 10, 6, 2]),  # 8 * 3 * 3 / 12 = 6 above, 8 * 3 * 1 / 12 = 2 above
+        (8, 18, 5, 4, 0, [14, 11, 8, 5, 2]),
+        (7, 10, 4, 4, 0, [10, 8, 6, 4]),  # 5 above would be 12 of 10 there are
+        (7, 30, 4, 20, 0, [13, 9, 5, 1]),  # 6.65 and 2.22 above, rounded down
+        (9, 9, 3, 20, 0, [9, 9, 9]),
+        (9, 30, 3, 1, 0, [9, 9, 9]),
+        (0, 30, 3, 20, 0, [0, 0, 0]),
+        (9, 30, 1, 20, 0, [9]),
+        (9, 30, 2, 3, 0, [15, 3]),
+        (7, 1000, 4, 20, 1, [13, 9, 5, 1]),  # as without a floor: 6.65 above
+        (7, 1000, 4, 20, 4, [10, 8, 6, 4]),
+        (8, 1000, 4, 20, 4, [12, 9, 7, 4]),  # 4 * 1 // 3 = 1
+        (4, 1000, 4, 20, 4, [4, 4, 4, 4]),
+        (3, 1000, 4, 20, 4, [3, 3, 3, 3]),
+        (0, 1000, 4, 20, 4, [0, 0, 0, 0]),
+        (80, 1000, 4, 20, 4, [156, 105, 55, 4]),  # 80 * 19 // 20 = 76 above
+        (100, 1000, 4, 20, 4, [195, 131, 69, 5]),  # 95 above leaves 5
     ],
 )
-def test_free_places(mean: int, most: int, num_layers: int, beta: int, expected: list[int]) -> None:
-    assert free_places(mean, most, num_layers, beta) == expected
-
-
-@pytest.mark.parametrize(
-    ("mean", "floor", "expected"),
-    [
-        (7, 1, [13, 9, 5, 1]),  # as without a floor: 6.65 above
-        (7, 4, [10, 8, 6, 4]),
-        (8, 4, [12, 9, 7, 4]),  # 4 * 1 // 3 = 1
-        (4, 4, [4, 4, 4, 4]),
-        (3, 4, [3, 3, 3, 3]),
-        (0, 4, [0, 0, 0, 0]),
-        (80, 4, [156, 105, 55, 4]),  # 80 * 19 // 20 = 76 above
-        (100, 4, [195, 131, 69, 5]),  # 95 above leaves 5
-    ],
-)
-def test_free_places_with_a_floor(mean: int, floor: int, expected: list[int]) -> None:
-    assert free_places(mean, 1000, 4, 20, floor) == expected
+def test_free_places(
+    mean: int, most: int, num_layers: int, beta: int, floor: int, expected: list[int]
+) -> None:
+    assert free_places(mean, most, num_layers, beta, floor) == expected
 
 
 def test_pyramid_kv_by_hand() -> None:
@@ -324,14 +320,27 @@ def test_totals_of_ada_kv_over_two_turns() -> None:
         assert any(len(layer[0]) != len(layer[1]) for layer in turn.kept)
 
 
-def test_ada_kv_with_a_floor_of_one_is_snapkv() -> None:
-    model = tiny_model("mistral", seed=2)
-    ada = two_turns(model, AdaKV(0.3, window_size=3, kernel_size=3, floor=1.0, protect=2))
-    snap = two_turns(model, SnapKV(0.3, window_size=3, kernel_size=3, protect=2))
-    for ours, theirs in zip(ada[1:], snap[1:], strict=True):
-        assert ours.kept == theirs.kept
-        assert ours.margin == theirs.margin
-        assert torch.equal(logits_of_turn(ours), logits_of_turn(theirs))
+OF_THREE = {"window_size": 3, "kernel_size": 3, "protect": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "same"),
+    [
+        ("mistral", AdaKV(0.3, floor=1.0, **OF_THREE), SnapKV(0.3, **OF_THREE)),
+        (
+            *("qwen2", Staged(0.2, stages=((2, 0.35),), **OF_THREE)),
+            FastKV(0.2, tsp_layer=2, tsp_rate=0.35, **OF_THREE),
+        ),
+    ],
+)
+def test_a_floor_of_one_is_snapkv_and_one_stage_is_fastkv(
+    family: Family, method: Method, same: Method
+) -> None:
+    model = tiny_model(family, seed=3)
+    ours, theirs = two_turns(model, method), two_turns(model, same)
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        assert (one.kept, one.reached, one.margin) == (other.kept, other.reached, other.margin)
+        assert torch.equal(one.logits, other.logits)
 
 
 # Stages
@@ -352,16 +361,6 @@ def test_staged_over_two_turns() -> None:
             assert set(later) <= set(earlier)
             assert set(range(turn.end - 3, turn.end)) <= set(later)
     assert {layer: len(passed) for layer, passed in first.propagated.items()} == {1: 23, 3: 9}
-
-
-def test_one_stage_is_fastkv() -> None:
-    model = tiny_model("qwen2", seed=3)
-    staged = Staged(0.2, window_size=3, kernel_size=3, stages=((2, 0.35),), protect=2)
-    fastkv = FastKV(0.2, window_size=3, kernel_size=3, tsp_layer=2, tsp_rate=0.35, protect=2)
-    ours, theirs = two_turns(model, staged), two_turns(model, fastkv)
-    for one, other in zip(ours[1:], theirs[1:], strict=True):
-        assert (one.kept, one.reached, one.margin) == (other.kept, other.reached, other.margin)
-        assert torch.equal(logits_of_turn(one), logits_of_turn(other))
 
 
 def test_the_second_stage_decides_on_what_reached_it() -> None:
@@ -537,7 +536,7 @@ def test_the_chosen_tokens_are_a_row_of_their_own(family: Family, method: GemFil
     )
     for turn in (first, second):
         at = held.index(turn.end - 1)
-        assert max_error(logits_of_turn(turn), dense[at : at + 8]) < 1e-4
+        assert max_error(turn.logits, dense[at : at + 8]) < 1e-4
 
 
 def products_with_last_query(
@@ -617,13 +616,16 @@ def test_keeping_everything_equals_full_context(method: Method) -> None:
     full, ours = two_turns(model, FullContext()), two_turns(model, method)
     assert full[0] == ours[0]
     for one, other in zip(full[1:], ours[1:], strict=True):
-        assert torch.equal(logits_of_turn(one), logits_of_turn(other))
+        assert torch.equal(one.logits, other.logits)
         assert other.propagated == {}
         assert one.kept == other.kept
 
 
-@pytest.mark.parametrize("method", EVICTS, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [*product(FAMILIES, BASIC), *product(("llama", "qwen3"), EVICTS)],
+    ids=str,
+)
 def test_two_turns_equal_dense_masked_attention(family: Family, method: Method) -> None:
     """Eviction and dropping give the logits of masking, in both turns, prefill and decoding."""
     model = tiny_model(family, seed=9)
@@ -631,6 +633,6 @@ def test_two_turns_equal_dense_masked_attention(family: Family, method: Method) 
     dense = dense_masked_logits(model, row, visible_after([first.act, second.act], 6, len(row)))
     for turn in (first, second):
         assert turn.margin > 0
-        assert max_error(logits_of_turn(turn), dense[turn.end - 1 : turn.end + 7]) < 1e-4
+        assert max_error(turn.logits, dense[turn.end - 1 : turn.end + 7]) < 1e-4
     full = ReferenceState(model, FullContext()).turn(row[:47], 7, forced=first.tokens[:-1])
     assert max_error(first.decode_logits, full.decode_logits) > 0.1  # what was evicted mattered

@@ -347,11 +347,7 @@ def _visible(
 
 
 def _run_layer(
-    row: VisionRow,
-    layer_idx: int,
-    hidden: Tensor,
-    present: Sequence[int],
-    visible: Tensor,
+    row: VisionRow, layer_idx: int, hidden: Tensor, present: Sequence[int], visible: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Runs one layer module over the present tokens and returns its output and attention."""
     layer = row.decoder.layers[layer_idx]
