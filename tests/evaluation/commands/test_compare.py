@@ -11,7 +11,7 @@ import pytest
 from kvpolicy.evaluation.commands.compare import SHOWN
 from kvpolicy.evaluation.comparison import study
 from kvpolicy.registry import registered
-from tests.evaluation.support import Run, fails
+from tests.evaluation.support import Run
 from tests.evaluation.tokenizers import tiny_tokenizer
 
 QUICK = ("--context", 300, "--count", 2, "--rounds", 1, "--answer-tokens", 1, "--threads", 1)
@@ -152,27 +152,6 @@ def test_which_policies_are_compared(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--policy", "nope"], "no policy is named 'nope'; known: adakv, chunkkv, "),
-        (["--rate", "0"], "retention_rate must be in (0, 1], got 0.0"),
-        (["--threads", "100000"], "threads must be at most the machine's"),
-        (["--dtype", "int7"], "dtype must be one of auto, float32, bfloat16, float16"),
-        (["--device", "abacus"], "device must be one torch can use here, got 'abacus'"),
-        (["--model", "./no/such"], "model ./no/such does not exist"),
-        (["--task", "needels"], "'needels' (did you mean needles?)"),
-        (["--task", "no-such.jsonl"], "or a file of JSON lines, got 'no-such.jsonl'"),
-        (["--tsp-layers", "1,x"], "--tsp-layers must be numbers separated by commas, got '1,x'"),
-        (["-p", "fastkv", "--set", "tsp_layer=6", "--task", "FILE"], "tsp_layer must be in [0, 5]"),
-        (["--out", __file__], "out must be a folder, got"),
-    ],
-)
-def test_bad_input(run: Run, tmp_path: Path, arguments: list[str], said: str) -> None:
-    file = written(tmp_path / "own.jsonl", {"context": "f1 f2", "question": "f3", "answer": "f4"})
-    fails(run("compare", *(str(file) if each == "FILE" else each for each in arguments)), 1, said)
-
-
-@pytest.mark.parametrize(
     ("line", "said"),
     [
         ({"context": "f1", "question": "f2"}, "line 2 of FILE must be a JSON object"),
@@ -190,9 +169,7 @@ def test_bad_questions_name_their_line(run: Run, tmp_path: Path, line: Any, said
     assert said.replace("FILE", str(file)) in err
 
 
-def test_prompts_that_are_too_short_or_too_long(run: Run, folder: Path) -> None:
-    few = ("-p", "snapkv", "--context", 100)
-    fails(run("compare", "--model", folder, *few), 1, "needles with this tokenizer, got 100")
+def test_prompts_that_are_too_long(run: Run, folder: Path) -> None:
     status, _, err = run("compare", "--model", folder, "-p", "snapkv", "--context", 2000)
     assert (status, len(err.splitlines())) == (1, 1)
     assert "prompts must fit into the model's 1,024 positions, got one of " in err

@@ -35,20 +35,6 @@ def test_questions_about_a_document(run: Run, tmp_path: Path) -> None:
     assert run(*sampled)[1] == run(*sampled, "--ask", question)[1].splitlines()[1] + "\n"
 
 
-@pytest.mark.parametrize(
-    ("question", "said"),
-    [
-        (" ", "--ask must be a text, got an empty one"),
-        ("what?", "question must have words that the tokenizer knows, got"),
-        ("f1 " * 4300, "prompts must fit into the 4,224 positions"),
-    ],
-)
-def test_bad_questions(run: Run, question: str, said: str) -> None:
-    status, out, err = run("generate", "--prompt", "f1 f2", "--ask", question)
-    assert (status, out, len(err.splitlines())) == (1, "", 1)
-    assert f"error: {said}" in err
-
-
 def test_a_question_in_the_chat_template(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Document and question are one message, so that the template's text is around both."""
     loaded = load(str(NEEDLE))
