@@ -74,11 +74,9 @@ class NestedKV(AdaKV):
     block_size: int | None = None
 
     def head_scores(self, layer: LayerView) -> list[list[float]]:
-        """Returns, per KV head, the anomaly of the keys before the window."""
         return [
             self.of_entries(held)[: max(len(held) - self.window_size, 0)] for held in layer.entries
         ]
 
     def of_entries(self, held: Sequence[Entry]) -> list[float]:
-        """Returns the anomaly of all keys that a head holds."""
         return anomaly_scores([each.key for each in held], self.local_size, self.block_size)

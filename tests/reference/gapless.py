@@ -38,7 +38,6 @@ class GaplessState(ReferenceState):
     def _layer(
         self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """Runs one layer as `ReferenceState._layer` does, with positions without gaps."""
         theta = geometry(self.model).rope_theta
         held = self.cache[layer_idx]
         (before,) = {len(entries) for entries in held}

@@ -10,16 +10,7 @@ from .selection import average_pool, below, budget, head_mean, margin, window_an
 
 @dataclass(frozen=True)
 class GemFilter:
-    """Runs the first layers on all new tokens, then all layers on the chosen ones.
-
-    Attributes:
-        filter_layer: the last layer that sees all tokens; None is
-            `max(num_layers // 2 - 1, 0)`.
-        retention_rate: fraction of all tokens seen; not used where `retention_tokens` is given.
-        kernel_size: odd width of the average-pooling.
-        retention_tokens: budget as a number of tokens.
-        protect: positions always among the chosen, beside the last.
-    """
+    """Runs the first layers on all new tokens, then all layers on the chosen ones."""
 
     filter_layer: int | None = None
     retention_rate: float | None = 0.1
@@ -35,7 +26,6 @@ class GemFilter:
         return self.filter_layer
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps all entries and passes on all tokens, in the second pass."""
         return Choice([list(range(len(held))) for held in layer.entries])
 
     def restart_on(self, layer: LayerView) -> tuple[list[int], float]:

@@ -74,7 +74,6 @@ class ReferenceState:
     """
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
-        """Starts an empty context."""
         self.model = model
         self.method = method
         self.seen = 0
@@ -197,7 +196,6 @@ class ReferenceState:
         positions: Sequence[int],
         entries: Sequence[Sequence[Entry]],
     ) -> LayerView:
-        """Returns the view of a layer on which the method bases its choice."""
         attention = decoder_layers(self.model)[layer_idx].self_attn
         return LayerView(
             layer_idx,
@@ -225,7 +223,10 @@ class ReferenceState:
     def _layer(
         self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """Runs one layer on new tokens `hidden` `[len, hidden]`, over the entries it holds."""
+        """Runs one layer on new tokens, over the entries it holds.
+
+        Returns its output `[len, hidden]`, queries per query head, and all entries per KV head.
+        """
         queries, new = project(self.model, layer_idx, hidden, positions, rotary)
         grown = [old + added for old, added in zip(self.cache[layer_idx], new, strict=True)]
         scaling = float(decoder_layers(self.model)[layer_idx].self_attn.scaling)

@@ -9,16 +9,11 @@ from .selection import budget, highest, margin
 
 @dataclass(frozen=True)
 class AdaKV(SnapKV):
-    """Keeps the window, some entries of every KV head, and the best entries of all heads.
-
-    Attributes:
-        floor: fraction of the free places that each head fills for itself.
-    """
+    """Keeps the window, some entries of every KV head, and the best entries of all heads."""
 
     floor: float = 0.2
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps different numbers of entries per KV head, and passes all tokens on."""
         scores = self.head_scores(layer)
         exempt = [self.exempt([entry.position for entry in held]) for held in layer.entries]
         # What each head always keeps: the protected entries, and the window, which has no scores.

@@ -29,7 +29,6 @@ class HybridState(ReferenceState):
     """
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
-        """Starts an empty context; see `ReferenceState`."""
         layers = decoder_layers(model)
         middle = default_layer(attending_layers(model), len(layers))
         if isinstance(method, FastKV) and method.tsp_layer is None:
@@ -88,7 +87,6 @@ class HybridState(ReferenceState):
     def _layer(
         self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """Runs one layer; a recurrent layer updates its state and returns no queries."""
         layer = decoder_layers(self.model)[layer_idx]
         normed = centred_norm(hidden, layer.input_layernorm)
         queries: list[Tensor] = []

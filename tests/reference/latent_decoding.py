@@ -27,7 +27,6 @@ class LatentUnlike(Unlike):
     """The rule of KeyDiff on the expanded keys."""
 
     def scores(self, head: HeadView) -> list[float]:
-        """Returns two minus the cosine, averaged over the heads."""
         return head_mean([two_minus_cosines(held) for held in per_head(head.entries)])
 
 
@@ -36,7 +35,6 @@ class LatentRedundancy(Redundancy):
     """The rule of R-KV on the expanded keys, with each head as its own group."""
 
     def scores(self, head: HeadView) -> list[float]:
-        """Returns the heads' mean score."""
         found = []
         for queries, held in zip(head.queries, per_head(head.entries), strict=True):
             importances = self.importances(replace(head, queries=[queries]))

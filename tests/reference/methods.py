@@ -79,7 +79,6 @@ class FullContext:
     """A method that keeps everything and passes everything on."""
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps all entries and passes all tokens on."""
         return Choice([list(range(len(held))) for held in layer.entries])
 
 
@@ -100,7 +99,6 @@ class StreamingLLM:
     protect: int = field(default=0, kw_only=True)
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps the first and the most recent entries, and passes all tokens on."""
         kept = []
         first = max(self.num_sinks, self.protect)
         for held in layer.entries:
@@ -181,7 +179,6 @@ class SnapKV:
         )
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps window, protected and most salient entries per KV head; passes all tokens on."""
         kept, margins = [], []
         for held, scores in zip(layer.entries, self.head_scores(layer), strict=True):
             exempt = self.exempt([entry.position for entry in held])
@@ -209,7 +206,6 @@ class FastKV(SnapKV):
     tsp_tokens: int | None = None
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps tokens like SnapKV; at `tsp_layer`, also chooses the tokens to pass on."""
         choice = super().choose(layer)
         tsp_layer = layer.num_layers // 2 - 1 if self.tsp_layer is None else self.tsp_layer
         assert 0 <= tsp_layer < layer.num_layers, "tsp_layer is not a layer of this model"

@@ -82,18 +82,12 @@ def expected_scores(
 
 @dataclass(frozen=True)
 class Protected(Scored):
-    """Base of methods that keep the last entries, the first positions and the highest scores.
-
-    Attributes:
-        num_sinks: positions below this are kept.
-        positive: whether scores are positive, so that margins are relative to the kept score.
-    """
+    """Base of methods that keep the last entries, the first positions and the highest scores."""
 
     num_sinks: int = 4
     positive: bool = False
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps entries like `Scored`, and also the first positions."""
         kept, margins = [], []
         for head, held in enumerate(layer.entries):
             outside = max(len(held) - self.window_size, 0)
@@ -119,7 +113,6 @@ class ExpectedAttention(Protected):
     epsilon: float = 0.0
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns the scores of `expected_scores`."""
         group = len(layer.queries) // len(layer.entries)
         assert layer.rope_theta is not None
         return expected_scores(
@@ -197,7 +190,6 @@ class Compactor(Protected):
     seed: int = 0
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns scores of the entries between sinks and last entries; 0 for these."""
         held = layer.entries[head]
         end = max(len(held) - self.window_size, 0)
         inside = [j for j in range(end) if held[j].position >= self.num_sinks]
@@ -232,18 +224,12 @@ def projected(value: Tensor, weight: Tensor, head: int) -> float:
 
 @dataclass(frozen=True)
 class CriticalKV(SnapKV):
-    """A SnapKV that fills part of its budget by saliency times norm of projected values.
-
-    Attributes:
-        first_share: share of the budget that saliency alone fills.
-        epsilon: added to the saliency in the second half.
-    """
+    """A SnapKV that fills part of its budget by saliency times norm of projected values."""
 
     first_share: float = 0.5
     epsilon: float = 1e-4
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps per KV head the window, the most salient entries and the best weighted others."""
         assert layer.output_weight is not None
         group = len(layer.queries) // len(layer.entries)
         kept, margins = [], []

@@ -60,7 +60,6 @@ class Replay(SnapKV):
     window_size: int = 0
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
-        """Returns the scores per query head, the same for all heads of a group."""
         group = len(layer.queries) // len(layer.entries)
         found = []
         for head, held in enumerate(layer.entries):

@@ -48,11 +48,7 @@ MIXED: dict[str, tuple[Callable[..., PreTrainedModel], type[ReferenceState]]] = 
 if HAS_INDEXERS:
     MIXED["indexed"] = (indexed_model, IndexedState)
     MIXED["indexed, all picked"] = (partial(indexed_model, index_topk=99), IndexedState)
-KEEPS_ALL: list[Method] = [
-    SnapKV(1.0),
-    FastKV(1.0, tsp_rate=1.0),
-    GemFilter(retention_rate=1.0),
-]
+KEEPS_ALL: list[Method] = [SnapKV(1.0), FastKV(1.0, tsp_rate=1.0), GemFilter(retention_rate=1.0)]
 EVICTS: list[Method] = [
     StreamingLLM(0.3, num_sinks=3),
     SnapKV(0.3, window_size=5, kernel_size=3),
