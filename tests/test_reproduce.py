@@ -34,10 +34,10 @@ from transformers.utils import logging
 from benchmarks import gpu, operations
 from kvpolicy.evaluation.cli import main
 from tests.integrations.lm_eval.support import CHAT
+from tests.pages import ROOT, printed, text_of
 from tests.reference.models import VOCAB_SIZE, tiny_model
 
-ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/reproduce.md").read_text(encoding="utf-8")
+PAGE = text_of("docs/reproduce.md")
 RESULTS = ROOT / "benchmarks/results"
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using slow pure-python SequenceMatcher:UserWarning", "ignore::SyntaxWarning"
@@ -295,10 +295,7 @@ def test_what_was_not_measured_runs(
 
 
 def check_averages(code: str) -> None:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code, {})
-    assert printed.getvalue().splitlines() == [
+    assert printed(code).splitlines() == [
         "full_context 50.00 of 16 tasks",
         "fastkv 0.1 40.00 of 16 tasks",
     ]

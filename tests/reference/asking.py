@@ -13,7 +13,7 @@ from .scored_methods import Scored
 
 @dataclass(frozen=True)
 class TurnedBack(Scored):
-    """Scores a key by the norms of its first channels, unrotated and turned a row's length ahead."""
+    """Scores a key by the norms of its first channels, unrotated and turned to later places."""
 
     rope_theta: float = 10000.0
     channels: int = 2

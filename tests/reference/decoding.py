@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from .attention import Entry, attention_probabilities
 from .dense import Act
-from .generation import ReferenceState
+from .generation import LayerOutput, ReferenceState
 from .methods import Method
 from .scored_methods import two_minus_cosines
 from .selection import (
@@ -281,7 +281,7 @@ class Watched(ReferenceState):
 
     def _layer(
         self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
+    ) -> LayerOutput:
         hidden, queries, grown = super()._layer(layer_idx, hidden, positions, rotary)
         group = len(queries) // len(grown)
         for head, own in enumerate(queries):

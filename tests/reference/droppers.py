@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .attention import attention_probabilities
-from .methods import Choice, FullContext, LayerView, SnapKV
-from .selection import average_pool, budget, head_mean, margin, window_and_highest, window_saliency
+from .methods import Choice, FullContext, LayerView, SnapKV, window_attention
+from .selection import average_pool, budget, head_mean, margin, window_and_highest
 
 
 def products(query: Tensor, layer: LayerView, head: int) -> list[float]:
@@ -38,14 +38,7 @@ class CLAA(SnapKV):
     spans: int = 1
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
-        rows = window_saliency(
-            layer.queries,
-            layer.new_positions,
-            layer.entries,
-            window_size=self.window_size,
-            kernel_size=1,
-            scaling=layer.scaling,
-        )
+        rows = window_attention(layer, self.window_size)
         return [average_pool(row, self.kernel_size) for row in rows]
 
     def choose(self, layer: LayerView) -> Choice:

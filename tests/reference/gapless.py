@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .attention import Entry, attention_probabilities
 from .decoder import decoder_layers, finish_layer, geometry, project, rotate
-from .generation import ReferenceState
+from .generation import LayerOutput, ReferenceState
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class GaplessState(ReferenceState):
 
     def _layer(
         self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
+    ) -> LayerOutput:
         theta = geometry(self.model).rope_theta
         held = self.cache[layer_idx]
         (before,) = {len(entries) for entries in held}

@@ -16,6 +16,12 @@ from .dense import Act
 from .gem_filter import GemFilter
 from .methods import Choice, LayerView, Method
 
+# Per query head the queries `[len, head_dim]`; per KV head the entries.
+Heads = Sequence[Tensor]
+Held = Sequence[Sequence[Entry]]
+# What leaves a layer `[len, hidden]`, its queries, and all entries that it holds then.
+LayerOutput = tuple[Tensor, list[Tensor], list[list[Entry]]]
+
 
 @dataclass(frozen=True)
 class TurnResult:
@@ -176,11 +182,7 @@ class ReferenceState:
         return self._logits(hidden[-1]), reached, margin
 
     def _choose(
-        self,
-        layer_idx: int,
-        queries: Sequence[Tensor],
-        positions: Sequence[int],
-        entries: Sequence[Sequence[Entry]],
+        self, layer_idx: int, queries: Heads, positions: Sequence[int], entries: Held
     ) -> Choice:
         """Returns the method's choice at a layer after its attention."""
         return self.method.choose(self._view(layer_idx, queries, positions, entries))
@@ -190,11 +192,7 @@ class ReferenceState:
         return logits_of(self.model, hidden)
 
     def _view(
-        self,
-        layer_idx: int,
-        queries: Sequence[Tensor],
-        positions: Sequence[int],
-        entries: Sequence[Sequence[Entry]],
+        self, layer_idx: int, queries: Heads, positions: Sequence[int], entries: Held
     ) -> LayerView:
         attention = decoder_layers(self.model)[layer_idx].self_attn
         return LayerView(
@@ -222,7 +220,7 @@ class ReferenceState:
 
     def _layer(
         self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
+    ) -> LayerOutput:
         """Runs one layer on new tokens, over the entries it holds.
 
         Returns its output `[len, hidden]`, queries per query head, and all entries per KV head.

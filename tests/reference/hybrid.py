@@ -17,7 +17,7 @@ from .attention import Entry, attention_probabilities
 from .decoder import decoder_layers
 from .delta_net import DeltaState, read_tokens
 from .gem_filter import GemFilter
-from .generation import ReferenceState
+from .generation import Heads, Held, LayerOutput, ReferenceState
 from .methods import Choice, FastKV, LayerView, Method
 
 
@@ -45,11 +45,7 @@ class HybridState(ReferenceState):
         return [kv_heads if index in attending else 0 for index in range(count)]
 
     def _choose(
-        self,
-        layer_idx: int,
-        queries: Sequence[Tensor],
-        positions: Sequence[int],
-        entries: Sequence[Sequence[Entry]],
+        self, layer_idx: int, queries: Heads, positions: Sequence[int], entries: Held
     ) -> Choice:
         if layer_idx not in attending_layers(self.model):
             return Choice([])
@@ -64,11 +60,7 @@ class HybridState(ReferenceState):
         return view
 
     def _view(
-        self,
-        layer_idx: int,
-        queries: Sequence[Tensor],
-        positions: Sequence[int],
-        entries: Sequence[Sequence[Entry]],
+        self, layer_idx: int, queries: Heads, positions: Sequence[int], entries: Held
     ) -> LayerView:
         """Returns the view of `ReferenceState`, with the rotated channels marked; see `turn_part`.
 
@@ -86,7 +78,7 @@ class HybridState(ReferenceState):
 
     def _layer(
         self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
+    ) -> LayerOutput:
         layer = decoder_layers(self.model)[layer_idx]
         normed = centred_norm(hidden, layer.input_layernorm)
         queries: list[Tensor] = []

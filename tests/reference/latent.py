@@ -19,7 +19,7 @@ from .anomaly import NestedKV
 from .attention import Entry, attention_probabilities
 from .decoder import decoder_layers, finish_layer, rms_norm, rotate
 from .droppers import CLAA
-from .generation import ReferenceState
+from .generation import Heads, Held, LayerOutput, ReferenceState
 from .methods import LayerView, Method
 from .query_agnostic import ExpectedAttention
 from .replayed import Replay
@@ -137,11 +137,7 @@ class LatentState(ReferenceState):
         return [1] * len(decoder_layers(self.model))
 
     def _view(
-        self,
-        layer_idx: int,
-        queries: Sequence[Tensor],
-        positions: Sequence[int],
-        entries: Sequence[Sequence[Entry]],
+        self, layer_idx: int, queries: Heads, positions: Sequence[int], entries: Held
     ) -> LayerView:
         view = super()._view(layer_idx, queries, positions, entries)
         config: Any = self.model.config
@@ -149,7 +145,7 @@ class LatentState(ReferenceState):
 
     def _layer(
         self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
+    ) -> LayerOutput:
         layer = decoder_layers(self.model)[layer_idx]
         attention = layer.self_attn
         normed = rms_norm(hidden, layer.input_layernorm)

@@ -1,5 +1,6 @@
 """The methods, which choose at each layer the entries to keep and the tokens to pass on."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -7,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .attention import Entry
+from .attention import Entry, attention_probabilities
 from .selection import (
     below,
     budget,
@@ -17,7 +18,6 @@ from .selection import (
     max_pool_peak_first,
     sinks_and_recent,
     window_and_highest,
-    window_saliency,
 )
 
 
@@ -50,6 +50,20 @@ class LayerView:
     output_weight: Tensor | None = None
     rope_channels: slice = field(default_factory=lambda: slice(None))
     notes: dict[int, Any] = field(default_factory=dict)
+
+
+def window_attention(layer: LayerView, window_size: int) -> list[list[float]]:
+    """Returns, per query head, the last queries' summed attention to the keys before the window."""
+    group = len(layer.queries) // len(layer.entries)
+    found = []
+    for head, queries in enumerate(layer.queries):
+        held = layer.entries[head // group]
+        given = attention_probabilities(
+            queries[-window_size:], layer.new_positions[-window_size:], held, layer.scaling
+        )
+        before = max(0, len(held) - window_size)
+        found.append([math.fsum(given[:, key].tolist()) for key in range(before)])
+    return found
 
 
 @dataclass(frozen=True)
@@ -138,14 +152,7 @@ class SnapKV:
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
         """Returns, per query head, the pooled scores of the keys before the window."""
-        found = window_saliency(
-            layer.queries,
-            layer.new_positions,
-            layer.entries,
-            window_size=self.window_size,
-            kernel_size=1,
-            scaling=layer.scaling,
-        )
+        found = window_attention(layer, self.window_size)
         pool = max_pool_peak_first if self.peak_first else max_pool
         if not self.group_first:
             return [pool(row, self.kernel_size) for row in found]

@@ -3,10 +3,6 @@
 import math
 from collections.abc import Collection, Sequence
 
-from torch import Tensor
-
-from .attention import Entry, attention_probabilities
-
 
 def budget(
     rate: float | None, tokens: int | None, *, seen: int, available: int, protected: int
@@ -128,29 +124,6 @@ def margin(
         ((k - d) / (k if scale is None else scale) for k in kept for d in dropped if k > d),
         default=math.inf,
     )
-
-
-def window_saliency(
-    queries: Sequence[Tensor],
-    query_positions: Sequence[int],
-    entries: Sequence[Sequence[Entry]],
-    *,
-    window_size: int,
-    kernel_size: int,
-    scaling: float,
-) -> list[list[float]]:
-    """Returns the last queries' summed and max-pooled attention to the keys before the window."""
-    group = len(queries) // len(entries)
-    pooled: list[list[float]] = []
-    for head, head_queries in enumerate(queries):
-        held = entries[head // group]
-        observing = head_queries[-window_size:]
-        seen_from = query_positions[-window_size:]
-        probabilities = attention_probabilities(observing, seen_from, held, scaling)
-        before_window = max(0, len(held) - window_size)
-        sums = [math.fsum(probabilities[:, key].tolist()) for key in range(before_window)]
-        pooled.append(max_pool(sums, kernel_size))
-    return pooled
 
 
 def head_mean(rows: Sequence[Sequence[float]]) -> list[float]:

@@ -2,8 +2,6 @@
 
 import io
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,9 @@ from kvpolicy.evaluation.commands import terminal
 from kvpolicy.evaluation.commands.app import app
 from kvpolicy.evaluation.commands.terminal import progress_shown
 from kvpolicy.registry import registered
-from tests.evaluation.support import NEEDLE, Run, fails
+from tests.evaluation.support import NEEDLE, Run, fails, works
 from tests.needle import needle_prompts
+from tests.processes import python
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +29,11 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_version_and_help(run: Run) -> None:
     assert run("--version") == (0, f"kvpolicy {kvpolicy.__version__}\n", "")
-    status, out, err = run("--help")
-    assert (status, err) == (0, "")
+    out = works(run("--help"))
     for command in ("compare", "generate", "policies"):
         assert command in out
         assert run(command, "--help")[0] == 0
-    assert run() == (status, out, err)
+    assert works(run()) == out
 
 
 def test_a_terminal_gets_a_bar(run: Run) -> None:
@@ -160,21 +158,12 @@ def test_policies_lists_everything_in_80_columns() -> None:
     assert order == ["policy", "scorer", "selector", "propagation"]
 
 
-def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *(["-c", code] if code else []), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_import_brings_in_nothing_optional() -> None:
     code = """
 import sys, kvpolicy.evaluation
 print(sorted({"typer", "rich", "matplotlib", "transformers"} & set(sys.modules)))
 """
-    assert python(code).stdout == "[]\n"
+    assert python("-c", code).stdout == "[]\n"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +181,7 @@ sys.modules[{missing!r}] = None
 from kvpolicy.evaluation.cli import main
 sys.exit(main({arguments}))
 """
-    result = python(code)
+    result = python("-c", code, check=False)
     assert result.returncode == 1
     assert result.stdout == ""
     assert result.stderr == (
@@ -201,5 +190,5 @@ sys.exit(main({arguments}))
 
 
 def test_module_runs_as_the_command() -> None:
-    result = python("", "-m", "kvpolicy.evaluation", "--version")
+    result = python("-m", "kvpolicy.evaluation", "--version")
     assert (result.returncode, result.stdout) == (0, f"kvpolicy {kvpolicy.__version__}\n")

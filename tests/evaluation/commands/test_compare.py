@@ -11,7 +11,7 @@ import pytest
 from kvpolicy.evaluation.commands.compare import SHOWN
 from kvpolicy.evaluation.comparison import study
 from kvpolicy.registry import registered
-from tests.evaluation.support import Run
+from tests.evaluation.support import Run, works
 from tests.evaluation.tokenizers import tiny_tokenizer
 
 QUICK = ("--context", 300, "--count", 2, "--rounds", 1, "--answer-tokens", 1, "--threads", 1)
@@ -32,8 +32,7 @@ def test_table_file_and_picture(run: Run, folder: Path, tmp_path: Path) -> None:
     assert (status, "task must be" in err) == (1, True)
     out = tmp_path / "out"
     asked = (*asked[:-1], "needles", "--task", "lines", "--out", out)
-    status, shown, err = run("compare", "--model", folder, *asked, *QUICK)
-    assert (status, err) == (0, "")
+    shown = works(run("compare", "--model", folder, *asked, *QUICK))
     lines = shown[shown.index("\npolicy ") + 1 :].splitlines()
     assert max(map(len, lines[: lines.index("")])) <= 80
     names = [line.split()[0] for line in lines if line.strip()]
@@ -69,8 +68,7 @@ def test_a_question_that_comes_later(run: Run, folder: Path, tmp_path: Path) -> 
     file = written(tmp_path / "own.jsonl", *LINES)
     for name, option in (("known", ()), ("later", ("--later",))):
         asked = ("-p", "streamingllm", "-r", 0.5, "--task", file, "--out", tmp_path / name)
-        status, shown, err = run("compare", "--model", folder, *asked, *QUICK, *option)
-        assert (status, err) == (0, "")
+        shown = works(run("compare", "--model", folder, *asked, *QUICK, *option))
         assert ("the question asked later" in shown) is (name == "later")
         data = json.loads((tmp_path / name / "compare.json").read_text())
         found[name] = [each["seen"] for each in data["outcomes"]]
@@ -79,16 +77,14 @@ def test_a_question_that_comes_later(run: Run, folder: Path, tmp_path: Path) -> 
 
 def test_a_continuation_has_no_answers(run: Run, folder: Path) -> None:
     asked = ("-p", "snapkv", "--task", "continuation", "--context", 200, "--count", 1)
-    status, shown, err = run("compare", "--model", folder, *asked, "--rounds", 0)
-    assert (status, err) == (0, "")
+    shown = works(run("compare", "--model", folder, *asked, "--rounds", 0))
     assert re.search(r"^policy +lost +% *$", shown, flags=re.MULTILINE)
     assert "right" not in shown.partition("nats lost:")[0]
 
 
 def test_a_row_for_each_layer(run: Run, folder: Path) -> None:
     asked = ("-p", "snapkv,fastkv", "-r", 0.2, "--tsp-layers", "1,2", "--rounds", 0)
-    status, shown, err = run("compare", "--model", folder, *QUICK[:4], *asked)
-    assert (status, err) == (0, "")
+    shown = works(run("compare", "--model", folder, *QUICK[:4], *asked))
     names = [" ".join(line.split()[:2]) for line in shown.splitlines() if "kv" in line[:8]]
     assert [name for name in names if name.startswith("fastkv")] == ["fastkv @1", "fastkv @2"]
     assert sum(name.startswith("snapkv") for name in names) == 1
@@ -182,8 +178,7 @@ def test_a_model_without_a_template_and_first_token(run: Run, folder: Path, tmp_
         (tmp_path / "model" / name).symlink_to(folder / name)
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     asked = ("-p", "snapkv", "-r", 0.5, "--rounds", 0)
-    status, shown, err = run("compare", "--model", tmp_path / "model", *asked, *QUICK[:4])
-    assert (status, err) == (0, "")
+    shown = works(run("compare", "--model", tmp_path / "model", *asked, *QUICK[:4]))
     assert "full_context" in shown
 
 
@@ -201,10 +196,7 @@ def test_a_composition_at_numbers_of_tokens_under_a_bound(
 ) -> None:
     asked = ("-p", "snapkv", "--scorer", "last_query", "--retention-tokens", 24)
     bound = ("--decoding-tokens", 24, "--decoding-every", 4)
-    status, shown, err = run(
-        "compare", "--model", folder, *asked, *bound, *QUICK, "--out", tmp_path
-    )
-    assert (status, err) == (0, "")
+    shown = works(run("compare", "--model", folder, *asked, *bound, *QUICK, "--out", tmp_path))
     assert "keeping 24 tokens" in shown
     rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
     assert [row["policy"] for row in rows] == ["full_context", "snapkv", "composition"]

@@ -3,8 +3,6 @@
 import ast
 import importlib
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.registry import check_names
+from tests.processes import python
 
 HEAVY = ("torch", "transformers")
 SCRIPT = f"""
@@ -25,12 +24,7 @@ print(json.dumps([statuses, [name for name in {HEAVY} if name in sys.modules]]))
 
 def run_lines(lines: Sequence[Sequence[str]]) -> tuple[list[int], list[str], str]:
     """Of a process of its own: exit statuses, heavy modules that it imported, and messages."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(lines)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", SCRIPT, json.dumps(lines))
     statuses, heavy = json.loads(done.stdout.splitlines()[-1])
     return statuses, heavy, done.stderr
 
@@ -106,5 +100,4 @@ def test_lazy_packages_have_all_their_names(package: str) -> None:
 
 def test_modules_are_attributes_of_lazy_packages() -> None:
     code = "import kvpolicy; print(kvpolicy.registry.__name__, kvpolicy.build.__module__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["kvpolicy.registry", "kvpolicy.registry"]
+    assert python("-c", code).stdout.split() == ["kvpolicy.registry", "kvpolicy.registry"]

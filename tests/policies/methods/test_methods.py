@@ -1,8 +1,6 @@
 """The methods on tensors small enough for paper, their parameters and the paper's figures."""
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import attrs
@@ -37,6 +35,7 @@ from kvpolicy.policies import (
 )
 from tests.contexts import layer_context
 from tests.policies.views import passed_by
+from tests.processes import python
 
 
 def layer(weights: list[list[float]], **changes: Any) -> LayerContext:
@@ -294,10 +293,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, sums
 
 
 def test_h2o_at_32768_tokens_takes_less_than_64_megabytes() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY_OF_A_LONG_CONTEXT], capture_output=True, text=True, check=True
-    )
-    extra, total = map(float, done.stdout.split())
+    extra, total = map(float, python("-c", MEMORY_OF_A_LONG_CONTEXT).stdout.split())
     assert total == pytest.approx(2 * 32768, rel=1e-3)  # every query of both heads gives 1 in all
     assert extra < 64  # the whole matrix of two heads would be 8,192
 

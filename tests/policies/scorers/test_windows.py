@@ -20,12 +20,12 @@ from kvpolicy.policies import (
 )
 from tests.policies.views import view_of
 from tests.reference.droppers import window_means
+from tests.reference.methods import window_attention
 from tests.reference.selection import (
     average_pool,
     head_mean,
     max_pool,
     max_pool_peak_first,
-    window_saliency,
 )
 
 from .support import check_tokens, random_layer
@@ -35,15 +35,7 @@ LENS = (23, 9, 2)
 
 def slow(context: LayerContext, row: int, window: int) -> list[list[float]]:
     """By query head, the window's attention to the tokens before it."""
-    view = view_of(context, row)
-    return window_saliency(
-        view.queries,
-        view.new_positions,
-        view.entries,
-        window_size=window,
-        kernel_size=1,
-        scaling=view.scaling,
-    )
+    return window_attention(view_of(context, row), window)
 
 
 @pytest.mark.parametrize(("window", "kernel"), [(4, 1), (4, 3), (1, 7), (30, 3)])
