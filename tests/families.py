@@ -133,9 +133,7 @@ _TABLE: dict[str, Family] = {
         attn_implementation="eager",
     ),
     "gemma3": Family(
-        "gemma3_text",
-        {**_TWO_IN_THREE, "head_dim": 12, "query_pre_attn_scalar": 9},
-        window=WINDOW,
+        "gemma3_text", {**_TWO_IN_THREE, "head_dim": 12, "query_pre_attn_scalar": 9}, window=WINDOW
     ),
     "gemma3n": Family(
         "gemma3n_text",
@@ -248,10 +246,7 @@ _TABLE: dict[str, Family] = {
     "hunyuan_v1_dense": Family("hunyuan_v1_dense", {"head_dim": 12}),
     "seed_oss": Family("seed_oss", {"head_dim": 12}),
     "minimax_m2": Family("minimax_m2", {"head_dim": 12}),
-    "lfm2": Family(
-        "lfm2",
-        {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8},
-    ),
+    "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8}),
     "jamba": Family(
         "jamba",
         {

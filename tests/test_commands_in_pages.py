@@ -92,9 +92,7 @@ ANSWERED = {
     "--tasks": "own_words",
     "--lengths": "96",
 }
-COMPLETED = {
-    "generate": ("--prompt-file", "report.txt"),
-}
+COMPLETED = {"generate": ("--prompt-file", "report.txt")}
 
 
 def lines_of(page: Path) -> Iterator[str]:

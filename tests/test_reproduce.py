@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings(
 LAYERS = 4
 OPTIONS = {"--model": "model", "--device": "cpu", "--top-k": "4"}
 ADDED = {
-    "benchmarks/gpu.py": ("--quick", "--threads", "1", "--contexts", "64", "--new-tokens", "3"),
+    "benchmarks/gpu.py": ("--quick", "--threads", "1", "--contexts", "64", "--new-tokens", "3")
 }
 LOOPS = {"0.1 0.2 0.3 0.4 0.5;": "0.3 0.5;", "0 5 10 15 20 25 30;": "0 3;"}
 

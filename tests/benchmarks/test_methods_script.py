@@ -81,9 +81,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[st
     return folder, asked
 
 
-def test_quick_run_writes_times_and_memory(
-    quick: tuple[Path, list[tuple[str, int, int]]],
-) -> None:
+def test_quick_run_writes_times_and_memory(quick: tuple[Path, list[tuple[str, int, int]]]) -> None:
     folder, asked = quick
     record = json.loads((folder / "methods.json").read_text())
     parts = ["rows", "memory"]

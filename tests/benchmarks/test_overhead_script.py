@@ -121,7 +121,7 @@ def test_large_numbers_fit_the_tables() -> None:
     line = overhead.BENCHMARK.tables[3].line(row)  # type: ignore[union-attr]
     assert len(line) <= 80
     assert line.split()[2:] == [
-        *("arithmetic", "2048", "2586.68", "12.034", "(10.900-13.457)", "0.85", "123.46"),
+        *("arithmetic", "2048", "2586.68", "12.034", "(10.900-13.457)", "0.85", "123.46")
     ]
 
 

@@ -75,8 +75,7 @@ class Noting(WindowMaxPoolScorer):
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [{}, {"history_layers": 2}, {"needs_rotary": True}, {"needs_output_weight": True}],
+    "asked", [{}, {"history_layers": 2}, {"needs_rotary": True}, {"needs_output_weight": True}]
 )
 def test_a_part_is_shown_what_it_declares(asked: dict[str, Any]) -> None:
     """Whatever else other parts of the policy have asked for."""

@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext, Scorer
-from kvpolicy.attention import (
-    causal_attention_peaks,
-    causal_attention_sums,
-    query_key_products,
-)
+from kvpolicy.attention import causal_attention_peaks, causal_attention_sums, query_key_products
 from kvpolicy.errors import ShapeError
 from kvpolicy.kinds import TokenKind
 from kvpolicy.layer_inputs import AttentionSettings, DecodingInputs, LayerInputs

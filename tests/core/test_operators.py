@@ -70,10 +70,7 @@ def test_a_sum_is_described_by_its_module() -> None:
     """It has no name, since it cannot be built without scorers."""
     described = {
         "type": "kvpolicy.scorer:SumScorer",
-        "fields": {
-            "scorers": [{"type": "last_query_scorer", "fields": {}}],
-            "weights": [2.0],
-        },
+        "fields": {"scorers": [{"type": "last_query_scorer", "fields": {}}], "weights": [2.0]},
     }
     policy = CachePolicy(2 * LastQueryScorer(), GQAGroupSelector(0.2), PassAllPropagation())
     description = describe(policy)

@@ -19,11 +19,7 @@ def test_chunks_and_what_stands_before_them() -> None:
     reading = Repetition(10, overlap=12, instruction_ids=[1, 2], later_ids=[3])
     assert reading.spans(25) == [(0, 10), (10, 20), (20, 25)]
     assert reading.spans(10) == [(0, 10)]
-    assert [reading.before(start) for start in (0, 10, 20)] == [
-        ((1, 2), 0),
-        ((3,), 10),
-        ((3,), 12),
-    ]
+    assert [reading.before(start) for start in (0, 10, 20)] == [((1, 2), 0), ((3,), 10), ((3,), 12)]
     assert Repetition(instruction_ids=[4]).before(4096) == ((4,), 8)
 
 

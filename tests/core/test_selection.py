@@ -45,10 +45,7 @@ def test_the_lowest_scores_still_beat_padding_and_protection_is_not_taken_twice(
     assert kept.tolist() == [[[1, 2, 3]]]
 
 
-@given(
-    scores=st.lists(st.integers(0, 3), min_size=1, max_size=12),
-    data=st.data(),
-)
+@given(scores=st.lists(st.integers(0, 3), min_size=1, max_size=12), data=st.data())
 def test_against_sorting_in_plain_python(scores: list[int], data: st.DataObject) -> None:
     size = len(scores)
     bools = st.lists(st.booleans(), min_size=size, max_size=size)

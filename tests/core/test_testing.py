@@ -124,10 +124,7 @@ def trusts_lengths(self: Any, saliency: Tensor, context: LayerContext) -> Tensor
 @pytest.mark.parametrize(
     ("selector", "message"),
     [
-        (
-            SaysOneMore(0.3, window_size=3),
-            "kept_counts must return how many tokens select keeps",
-        ),
+        (SaysOneMore(0.3, window_size=3), "kept_counts must return how many tokens select keeps"),
         (selected(trusts_lengths), "whether held_len is known or not"),
         (ProtectsByScore(0.3, window_size=3), "protected tokens"),
         (

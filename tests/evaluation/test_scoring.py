@@ -53,10 +53,7 @@ POLICIES: dict[str, tuple[CachePolicy | None, reference.Method]] = {
             tsp_layer=1, tsp_rate=0.5, retention_rate=0.3, window_size=4, kernel_size=3
         ),
     ),
-    "stream": (
-        StreamingLLM(retention_rate=0.2),
-        reference.StreamingLLM(retention_rate=0.2),
-    ),
+    "stream": (StreamingLLM(retention_rate=0.2), reference.StreamingLLM(retention_rate=0.2)),
 }
 POLICY = {name: policy for name, (policy, _) in POLICIES.items()}
 

@@ -10,13 +10,7 @@ from kvpolicy.rotary import PlainRotary
 from tests import reference
 from tests.contexts import with_layer
 from tests.policies.views import group_of, slots_of, view_of
-from tests.reference.query_agnostic import (
-    chunk_attentions,
-    gaussian,
-    leverages,
-    standard,
-    turned,
-)
+from tests.reference.query_agnostic import chunk_attentions, gaussian, leverages, standard, turned
 
 from .support import THETA, check_tokens, in_a_later_turn, layer_of, random_layer, turning
 

@@ -6,12 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import LayerContext, Scorer
-from kvpolicy.policies import (
-    CAOTEScorer,
-    KeyNormScorer,
-    LastQueryScorer,
-    WindowMaxPoolScorer,
-)
+from kvpolicy.policies import CAOTEScorer, KeyNormScorer, LastQueryScorer, WindowMaxPoolScorer
 
 from .support import check_tokens, held_by, layer_of, random_layer
 

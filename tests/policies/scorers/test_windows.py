@@ -21,12 +21,7 @@ from kvpolicy.policies import (
 from tests.policies.views import view_of
 from tests.reference.droppers import window_means
 from tests.reference.methods import window_attention
-from tests.reference.selection import (
-    average_pool,
-    head_mean,
-    max_pool,
-    max_pool_peak_first,
-)
+from tests.reference.selection import average_pool, head_mean, max_pool, max_pool_peak_first
 
 from .support import check_tokens, random_layer
 
