@@ -37,6 +37,7 @@ from kvpolicy.policies import (
 )
 from kvpolicy.testing import check_propagation, check_selector, layer_contexts
 from tests.contexts import layer_context, of_new
+from tests.core.odd import odd
 from tests.policies.views import passed_by
 
 METHODS: list[Callable[..., CachePolicy]] = [
@@ -273,11 +274,6 @@ def test_a_part_that_declares_it_gets_it_from_the_interface() -> None:
     ]
 
 
-class ForgetsTheFirst(GQAGroupSelector):
-    def protected(self, context: LayerContext) -> Tensor:
-        return context.is_tail(self.protected_tail)
-
-
 class CountsWhatIsHeld(GQAGroupSelector):
     """Protects the first tokens that it holds, whatever their positions."""
 
@@ -288,17 +284,19 @@ class CountsWhatIsHeld(GQAGroupSelector):
         )
 
 
-class ForgetsTheFirstNew(TokenSelectivePropagation):
-    def protected(self, context: LayerContext) -> Tensor:
-        return context.is_new_tail(self.protected_tail)
-
-
 def test_the_contract_finds_parts_that_do_not_protect() -> None:
-    for selector in (ForgetsTheFirst, CountsWhatIsHeld):
+    forgets = odd(
+        GQAGroupSelector, protected=lambda self, context: context.is_tail(self.protected_tail)
+    )
+    for selector in (forgets, CountsWhatIsHeld):
         with pytest.raises(AssertionError, match="positions below protected_first=3"):
             check_selector(selector(0.2, window_size=1, protect=3))
+    dropping = odd(
+        TokenSelectivePropagation,
+        protected=lambda self, context: context.is_new_tail(self.protected_tail),
+    )
     with pytest.raises(AssertionError, match="positions below protected_first=3"):
-        check_propagation(ForgetsTheFirstNew(tsp_rate=0.2, window_size=1, protect=3))
+        check_propagation(dropping(tsp_rate=0.2, window_size=1, protect=3))
 
 
 def test_the_contract_finds_a_larger_budget_that_drops() -> None:

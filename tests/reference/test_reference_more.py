@@ -2,13 +2,10 @@
 
 from itertools import product
 from math import inf, log
-from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests.reference import (
     FAMILIES,
@@ -356,62 +353,6 @@ def test_the_chosen_tokens_are_a_row_of_their_own(family: Family, method: GemFil
     for turn in (first, second):
         at = held.index(turn.end - 1)
         assert max_error(turn.logits, dense[at : at + 8]) < 1e-4
-
-
-def products_with_last_query(
-    model: PreTrainedModel, layer_idx: int, token_ids: list[int]
-) -> Tensor:
-    """Returns products `[query_heads, len]` computed from the model's own tensors."""
-    decoder = cast(Any, model).model
-    with torch.no_grad():
-        # The input of each layer; the last entry has been through the final norm.
-        hidden = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-        layer = decoder.layers[layer_idx]
-        normed = layer.input_layernorm(hidden[layer_idx])
-        attention = layer.self_attn
-        shape = (1, len(token_ids), -1, attention.head_dim)
-        queries = attention.q_proj(normed).view(shape)
-        keys = attention.k_proj(normed).view(shape)
-        if hasattr(attention, "q_norm"):
-            queries, keys = attention.q_norm(queries), attention.k_norm(keys)
-        cos, sin = decoder.rotary_emb(normed, torch.arange(len(token_ids))[None])
-        queries, keys = apply_rotary_pos_emb(
-            queries.transpose(1, 2), keys.transpose(1, 2), cos, sin
-        )
-        keys = keys[0].repeat_interleave(attention.num_key_value_groups, dim=0)
-        products: Tensor = (keys @ queries[0, :, -1, :, None])[..., 0]
-    return products
-
-
-@pytest.mark.parametrize("method", GEM_FILTERS, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gem_filters_choice_follows_from_the_models_own_tensors(
-    family: Family, method: GemFilter
-) -> None:
-    """In both turns, the choice follows from a plain forward over held and new tokens."""
-    model = tiny_model(family, seed=9)
-    row, first, second = two_turns(model, method)
-    held: list[int] = []
-    for turn, count in ((first, (14, 9, 8)), (second, (21, 14, 8))):
-        new = list(range(turn.start, turn.end))
-        token_ids = [row[position] for position in held + new]
-        layer = method.acting_layer(4)
-        products = products_with_last_query(model, layer, token_ids)
-        width = method.kernel_size
-        pooled = torch.nn.functional.avg_pool1d(products, width, stride=1, padding=width // 2)
-        scores = pooled.mean(0)[len(held) :]
-        scores[-1] = inf
-        for index, position in enumerate(new):
-            if position < method.protect:
-                scores[index] = inf
-        places = min(len(new), count[GEM_FILTERS.index(method)])
-        best = scores.argsort(descending=True, stable=True)[:places].sort().values
-        passed = [new[int(index)] for index in best]
-        assert turn.margin > 1e-5
-        assert turn.reached == [passed] * 4
-        assert turn.kept == [[held + passed] * 2] * 4
-        assert turn.propagated == ({layer: passed} if places < len(new) else {})
-        held += [*passed, *range(turn.end, turn.end + 7)]
 
 
 def test_rotary_positions_have_no_gap() -> None:

@@ -92,30 +92,6 @@ def test_generate_sampling_follows_its_seed(run: Run, prompt_file: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--policy", "nope"], "no policy is named 'nope'; known: "),
-        (["-p", "snapkv", "--set", "tsp_rate=0.3"], "--set tsp_rate must name a parameter"),
-        (
-            ["-p", "fastkv", "--rate", "0.5", "--set", "tsp_rate=0.2"],
-            "retention_rate must not exceed tsp_rate",
-        ),
-        (["--retention-rate", "2"], "retention_rate must be in (0, 1], got 2.0"),
-        (
-            ["-p", "fastkv", "--set", "tsp_layer=6"],
-            "tsp_layer must be in [0, 5] for a model of 6 layers, got 6",
-        ),
-        (["-p", "fastkv", "--set", "tsp_layer=-1"], "tsp_layer must be at least 0"),
-        (["--sample", "--temperature", "0"], "temperature must be above 0"),
-        (["--chat"], "--chat needs a chat template"),
-        (["--model", "/no/such/model"], "model /no/such/model does not exist"),
-    ],
-)
-def test_generate_bad_input(run: Run, prompt_file: Path, arguments: list[str], said: str) -> None:
-    fails(run("generate", "--prompt-file", prompt_file, *arguments), 1, said)
-
-
-@pytest.mark.parametrize(
     ("content", "said"), [(None, "does not exist"), (b"\n", "is empty"), (b"\xff\0", "UTF-8")]
 )
 def test_generate_bad_prompt_file(
@@ -125,20 +101,6 @@ def test_generate_bad_prompt_file(
     if content is not None:
         file.write_bytes(content)
     fails(run("generate", "--prompt-file", file), 1, said)
-
-
-def test_generate_with_a_chat_template(
-    run: Run, prompt_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = load(str(NEEDLE))
-    loaded.tokenizer.chat_template = (
-        "{% for message in messages %}f1 {{ message['content'] }} {% endfor %}"
-        "{% if add_generation_prompt %}f2 f3{% endif %}"
-    )
-    monkeypatch.setattr(terminal, "load_shown", lambda *_, **__: loaded)
-    for option, count in ((["--chat"], 131), ([], 131), (["--no-chat"], 128)):
-        arguments = ("--prompt-file", prompt_file, "--answer-tokens", 1, *option)
-        assert f"prompt of {count} tokens" in run("generate", *arguments)[2]
 
 
 def test_policies_lists_everything_in_80_columns() -> None:

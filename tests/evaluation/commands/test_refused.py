@@ -120,6 +120,14 @@ LATE: dict[str, str] = {
     f"{GENERATE} --device meta": "device must be one that holds numbers, got 'meta'",
     f"{GENERATE} --sample --seed {2**63}": "seed must be in [0, 2**63)",
     f"{GENERATE} --sample --temperature inf": "temperature must be above 0 and finite, got inf",
+    f"{GENERATE} --policy nope": "no policy is named 'nope'; known: ",
+    f"{GENERATE} -p snapkv --set tsp_rate=0.3": "--set tsp_rate must name a parameter",
+    f"{GENERATE} -p fastkv --rate 0.5 --set tsp_rate=0.2": "rate must not exceed tsp_rate",
+    f"{GENERATE} --retention-rate 2": "retention_rate must be in (0, 1], got 2.0",
+    f"{GENERATE} -p fastkv --set tsp_layer=-1": "tsp_layer must be at least 0",
+    f"{GENERATE} --sample --temperature 0": "temperature must be above 0",
+    f"{GENERATE} --chat": "--chat needs a chat template",
+    f"{GENERATE} --model /no/such/model": "model /no/such/model does not exist",
     "generate --prompt 'f1 f2' --ask ' '": "--ask must be a text, got an empty one",
     "generate --prompt 'f1 f2' --ask what?": (
         "question must have words that the tokenizer knows, got"
@@ -141,6 +149,17 @@ LATE: dict[str, str] = {
     f"analyze {MEASURE} -k 701": "k must be at most the prompt's",
     f"analyze {MEASURE} --window-size 700": "longer than window_size, 700 tokens",
     f"analyze {MEASURE} --prompt-file no-such.txt": "prompt file no-such.txt does not exist",
+}
+
+
+# A layer that the model does not have: the message begins with the policy's name.
+OUTSIDE: dict[str, str] = {
+    f"{GENERATE} -p fastkv --set tsp_layer=40": "fastkv@40",
+    f"{GENERATE} -p gemfilter --rate 0.2 --set filter_layer=40": "gemfilter 0.2",
+    f"{GENERATE} --propagation token_selective:tsp_layer=40": "composition",
+    "compare --count 2 -p snapkv,fastkv,claa --rate 0.2 --set tsp_layer=40": "fastkv@40 0.2",
+    "export --prompt-file prompt.txt --to a.safetensors -p fastkv --set tsp_layer=40": "fastkv@40",
+    f"{COSTS} -p snapkv,claa --rate 0.2 --set tsp_layer=40": "claa@40 0.2",
 }
 
 
@@ -182,3 +201,11 @@ def test_of_every_kind_misspelt_names_are_told(refuses: Any, near: str) -> None:
 @pytest.mark.parametrize("line", LATE)
 def test_before_anything_is_done(refuses: Any, line: str) -> None:
     refuses(line, 1, LATE[line])
+
+
+@pytest.mark.parametrize("line", OUTSIDE)
+def test_the_policy_is_named(refuses: Any, line: str) -> None:
+    last = 31 if line.startswith("estimate") else 5
+    layer = "filter_layer" if "filter_layer" in line else "tsp_layer"
+    said = f"{layer} must be in [0, {last}] for a model of {last + 1} layers, got 40"
+    refuses(line, 1, f"error: {OUTSIDE[line]}: {said}")

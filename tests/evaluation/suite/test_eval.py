@@ -301,7 +301,7 @@ def test_bad_input_is_refused_before_a_model_is_loaded(
         ({"tasks": "own_texts"}, "tasks must ask for answers that are not run as code, got own_"),
         ({"tasks": "own_corpus"}, "have a score for each document, whose mean is the result, got "),
         ({"tasks": "ruler_vt"}, "lengths must be at least 1024 for ruler_vt, got 96"),
-        ({"p": "fastkv", "set": "tsp_layer=99"}, "fastkv@99 0.2"),
+        ({"p": "fastkv", "set": "tsp_layer=9"}, "error: fastkv@9 0.2: tsp_layer must be in [0, 5]"),
     ],
 )
 def test_what_a_task_cannot_give_is_refused_before_anything_is_asked(
