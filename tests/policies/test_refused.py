@@ -172,6 +172,15 @@ VALUES = {
 }
 
 TYPES = {
+    # What is given by name only
+    "FastKV(0.2, 8)": "positional arguments but 3 were given",
+    "SnapKV(0.2, 8, 7, True)": "positional arguments but 5 were given",
+    "SnapKV(0.2, retention_rate=0.3)": "multiple values for argument 'retention_rate'",
+    "FullContext(0.2)": "takes 1 positional argument but 2 were given",
+    "PyramidInfer(0.2, recent_rate=0.3)": "takes 1 positional argument but 2",
+    "DecodingEviction(None, SinkAndRecentSelector(), 7)": "positional arguments but 4 were given",
+    "CachePolicy(None, KeepAllSelector(), PassAllPropagation(), None)": "but 5 were given",
+    "Repetition(5, 1)": "positional arguments but 3 were given",
     # Numbers
     "Budget(tokens=2.5)": "retention_tokens must be an int, got 2.5",
     "Budget(tokens=True)": "retention_tokens must be an int",
