@@ -124,22 +124,6 @@ def test_a_result_can_be_shown_again(
     assert (folder / "methods.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--methods", "fastkv,snap"], "--methods must be among"),
-        (["--rounds", "0"], "at least 1"),
-        (["--memory-context", "-1"], "at least 0"),
-    ],
-)
-def test_bad_options(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        methods.main(["--quick", *arguments])
-    assert message in capsys.readouterr().err
-
-
 # Keys and values weigh most here: 8 layers of 2 * 512 numbers a token.
 HEAVY = ModelSpec(512, 8, 8, 8, intermediate_size=64, vocab_size=97)
 
