@@ -133,7 +133,8 @@ def test_a_layer_without_queries_goes_on_without_them() -> None:
         ({"stored": torch.ones(1)}, TypeError, "stored must be a tuple"),
         (
             {"stored": (torch.ones(BATCH, 1, 4, STORED), torch.ones(BATCH, 1, 4, 2))},
-            *(ShapeError, r"stored must be two tensors .* got \[2, 1, 4, 7\]"),
+            ShapeError,
+            r"stored must be two tensors .* got \[2, 1, 4, 7\]",
         ),
         ({"seen_len": 5}, TypeError, "seen_len must be a tuple, got 5"),
         ({"held_len": [5, 3]}, TypeError, "held_len must be a tuple"),

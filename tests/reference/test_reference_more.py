@@ -213,7 +213,8 @@ OF_THREE = {"window_size": 3, "kernel_size": 3, "protect": 2}
     [
         ("mistral", AdaKV(0.3, floor=1.0, **OF_THREE), SnapKV(0.3, **OF_THREE)),
         (
-            *("qwen2", Staged(0.2, stages=((2, 0.35),), **OF_THREE)),
+            "qwen2",
+            Staged(0.2, stages=((2, 0.35),), **OF_THREE),
             FastKV(0.2, tsp_layer=2, tsp_rate=0.35, **OF_THREE),
         ),
     ],

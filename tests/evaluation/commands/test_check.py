@@ -58,7 +58,11 @@ def test_the_default_model_works_with_all(capsys: pytest.CaptureFixture[str]) ->
         # At a length that windows do not see, what drops after one is refused, with the reason.
         ("gemma2", ("--context", "40"), 0, "layers of sliding window", "fastkv", "yes"),
         (
-            *("gemma2", ("--context", "40"), 0, "layers of sliding window", "gemfilter"),
+            "gemma2",
+            ("--context", "40"),
+            0,
+            "layers of sliding window",
+            "gemfilter",
             "no: context must fit the sliding",
         ),
         ("bloom", (), 1, "attention scores must", "snapkv", "no: attention scores must"),

@@ -77,11 +77,17 @@ HALF = FastKV(tsp_layer=0, tsp_rate=0.5, retention_rate=0.25)
         # First tokens that always go on are computed.
         (
             FastKV(tsp_layer=0, tsp_rate=0.1, retention_rate=0.1, protect=22),
-            *(TINY, 40, (40 + 30) / 80, (30, 30)),
+            TINY,
+            40,
+            (40 + 30) / 80,
+            (30, 30),
         ),
         (
             GemFilter(filter_layer=1, retention_rate=0.1, protect=19),
-            *(TINY, 40, (40 + 2 * 20) / 80, (20, 20)),
+            TINY,
+            40,
+            (40 + 2 * 20) / 80,
+            (20, 20),
         ),
     ],
 )
@@ -294,16 +300,19 @@ def test_the_cache_holds_nearly_as_many_bytes_under_pyramid_infer() -> None:
         (lambda: estimate_cost(FullContext, TINY, 10), TypeError, "policy must be a CachePolicy"),
         (
             lambda: estimate_cost(FullContext(), TINY, 0),
-            *(ValueError, "context_len must be at least 1, got 0"),
+            ValueError,
+            "context_len must be at least 1, got 0",
         ),
         (lambda: estimate_cost(FullContext(), TINY, 1.5), TypeError, "context_len must be an int"),
         (
             lambda: estimate_cost(FullContext(), TINY, 10, answer_len=-1),
-            *(ValueError, "answer_len must be at least 0"),
+            ValueError,
+            "answer_len must be at least 0",
         ),
         (
             lambda: estimate_cost(FastKV(tsp_layer=2), TINY, 10),
-            *(ValueError, r"tsp_layer must be in \[0, 1\]"),
+            ValueError,
+            r"tsp_layer must be in \[0, 1\]",
         ),
         (lambda: TINY_WITH(weight_bytes=-1), ValueError, "weight_bytes must be at least 0, got -1"),
         (lambda: TINY_WITH(layers=240), TypeError, "layers must be a tuple of LayerShape, got 240"),

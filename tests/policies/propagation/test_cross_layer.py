@@ -56,8 +56,11 @@ OF_NEIGHBOURS = {"tsp_rate": 0.5, "window_size": 1, "standardize": False}
         (OWN, (BEFORE,), {**OF_FOUR, "voting_layers": 1}, [0.2, 0.5, 0.1, 0.3, 0.2], [0, 1, 3, 5]),
         # The mean is over layers and heads.
         (
-            *(OWN, (BEFORE,), {**OF_FOUR, "voting_layers": 2, "reduction": "mean"}),
-            *([0.3 / 4, 0.9 / 4, 0.7 / 4, 0.3 / 4, 1.3 / 4], [1, 2, 4, 5]),
+            OWN,
+            (BEFORE,),
+            {**OF_FOUR, "voting_layers": 2, "reduction": "mean"},
+            [0.3 / 4, 0.9 / 4, 0.7 / 4, 0.3 / 4, 1.3 / 4],
+            [1, 2, 4, 5],
         ),
         # Older layers than asked for have no say.
         (OWN, (LOUD, BEFORE), {**OF_FOUR, "voting_layers": 2}, None, [1, 2, 4, 5]),
@@ -70,8 +73,11 @@ OF_NEIGHBOURS = {"tsp_rate": 0.5, "window_size": 1, "standardize": False}
         (NEIGHBOURS, (), OF_NEIGHBOURS, None, [1, 4, 5]),
         # A saliency that says nothing counts as the mean.
         (
-            *(([0.3] * 6, [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]), (), {"tsp_rate": 0.5, "window_size": 1}),
-            *([0.0, 0.0, 2.0, 0.0, 0.0], [0, 2, 5]),
+            ([0.3] * 6, [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]),
+            (),
+            {"tsp_rate": 0.5, "window_size": 1},
+            [0.0, 0.0, 2.0, 0.0, 0.0],
+            [0, 2, 5],
         ),
     ],
 )

@@ -73,11 +73,13 @@ def test_rates_are_the_lowest_so_far() -> None:
         (staged(TSP(tsp_layer=0), TSP(tsp_depth=0.5)), 2, "take a model of at least 4 layers$"),
         (
             staged(TSP(tsp_layer=1, tsp_rate=0.5), TSP(tsp_layer=1, tsp_rate=0.2)),
-            *(4, "act after layer 1; give them layers of their own$"),
+            4,
+            "act after layer 1; give them layers of their own$",
         ),
         (
             staged(TSP(tsp_layer=3), TSP(tsp_depth=0.5, tsp_rate=0.1)),
-            *(8, "both .* and .* act after layer 3; give them layers"),
+            8,
+            "both .* and .* act after layer 3; give them layers",
         ),
     ],
 )

@@ -55,7 +55,8 @@ MIXED = [[TEXT, IMAGE, IMAGE, IMAGE, TEXT, VIDEO, AUDIO, TEXT]]
         (
             [[TEXT, IMAGE, IMAGE, TEXT, TEXT, TEXT, IMAGE, IMAGE]],
             {"tsp_rate": 0.5, "window_size": 2},
-            *(8, [[0, 3, 4, 5, 6, 7]]),
+            8,
+            [[0, 3, 4, 5, 6, 7]],
         ),
         # Text only; and a later turn without an image, whose earlier ones are held as they are.
         (None, {"tsp_rate": 0.1}, 3, None),

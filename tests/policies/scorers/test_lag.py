@@ -18,8 +18,12 @@ def test_two_runs_on_paper() -> None:
     keys = torch.tensor(
         [
             [9.0, 9.0],
-            *([0.0, 0.0], [4.0, 0.0], [2.0, 0.5]),
-            *([0.0, 2.0], [4.0, 0.0], [1.0, 1.0]),
+            [0.0, 0.0],
+            [4.0, 0.0],
+            [2.0, 0.5],
+            [0.0, 2.0],
+            [4.0, 0.0],
+            [1.0, 1.0],
             [7.0, 7.0],
         ]
     )
@@ -38,7 +42,8 @@ def test_two_runs_on_paper() -> None:
         # A constant channel, the second of the last run, counts as nothing; the first decides.
         (
             [[2, 5], [4, -5], [0, 9], [0, 1], [4, 1], [1, 1]],
-            *(0, 3),
+            0,
+            3,
             [1 / 3, 2 / 3, 0.0, 1.0, 1 + 1 / 3, 1 + 2 / 3],
         ),
         # Equal tokens rank by their order.
