@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext, TokenKind
 from kvpolicy.errors import ShapeError
@@ -20,7 +19,7 @@ from kvpolicy.policies import (
     StagedPropagation,
     VisualTokenPropagation,
 )
-from kvpolicy.testing import layer_contexts, saliencies
+from kvpolicy.testing import layer_contexts
 from tests.contexts import layer_context, of_new
 from tests.policies.views import passed_by
 
@@ -140,19 +139,6 @@ def test_fastv_is_what_loops_give(context: LayerContext, rate: float) -> None:
         for head in range(context.kv_heads):
             kept = [slot for slot in decision.kept[row, head].tolist() if slot >= 0]
             assert kept == context.valid[row, head].nonzero().flatten().tolist()
-
-
-@given(data=st.data(), context=layer_contexts(0))
-def test_all_text_goes_on(data: st.DataObject, context: LayerContext) -> None:
-    saliency: Tensor = data.draw(saliencies(context))
-    context = attrs.evolve(context, layer_idx=1, num_layers=5)
-    passed = VisualTokenPropagation(tsp_layer=1, tsp_rate=0.01).propagate(saliency, context)
-    text = context.is_new_kind(TEXT)
-    assert torch.equal(text | context.is_new_kind(IMAGE), context.new_valid)
-    if passed is None:
-        return
-    for row in range(context.batch):
-        assert set(text[row].nonzero().flatten().tolist()) <= set(passed[row].tolist())
 
 
 def test_pyramid_drop_is_a_composition() -> None:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from kvpolicy import LayerContext
-from kvpolicy.policies import KeyAnomalyScorer, KeyDiffScorer, NestedKV
-from kvpolicy.policies.scorers import anomaly
+from kvpolicy.policies import KeyAnomalyScorer, NestedKV
 from tests.reference.anomaly import anomaly_scores
 
 from .support import check_tokens, held_by, in_a_later_turn, layer_of, random_layer, turning
@@ -59,14 +58,6 @@ def test_the_size_of_blocks_follows_the_length(length: int, size: int) -> None:
     other = attrs.evolve(scorer, block_size=size - 1)
     assert torch.equal(scorer.score(context), same.score(context))
     assert length <= 128 or not torch.equal(scorer.score(context), other.score(context))
-
-
-def test_with_the_first_mean_alone_it_ranks_as_keydiff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anomaly, "_PRIOR", (1.0, 0.0, 0.0))
-    monkeypatch.setattr(anomaly, "_GATE", math.inf)
-    context = random_layer(7, (37,))
-    both = KeyAnomalyScorer(block_size=8).score(context), KeyDiffScorer().score(context)
-    assert torch.equal(*(each.argsort(dim=-1) for each in both))
 
 
 def test_the_heads_share_the_budget_and_keep_the_first_tokens() -> None:

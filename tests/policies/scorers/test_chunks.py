@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 
-import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -28,23 +27,6 @@ def test_chunks_on_paper() -> None:
     saliency = ChunkMeanScorer(KeyNormScorer(), chunk_size=3).score(layer_of(NORMS))
     expected = torch.tensor([*[-7 / 3] * 3, *[-14 / 3] * 3, *[-7.5] * 2])
     torch.testing.assert_close(saliency[0, 0], expected)
-
-
-def test_all_heads_have_the_mean_of_all() -> None:
-    context = random_layer(0, (4,))
-    keys = torch.tensor([[1.0, 3.0, 5.0, 7.0], [2.0, 2.0, 2.0, 2.0], [0.0, 4.0, 8.0, 0.0]])
-    context = attrs.evolve(context, keys=keys[None, :, :, None] * torch.eye(5)[0])
-    saliency = ChunkMeanScorer(KeyNormScorer(), chunk_size=2).score(context)
-    assert saliency.tolist() == [[[-2.0, -2.0, -4.0, -4.0]] * 3]
-
-
-def test_a_padded_row_has_its_own_chunks() -> None:
-    """Three slots of padding: the second row's chunks begin at its own first token."""
-    context = random_layer(1, (7, 4))
-    saliency = ChunkMeanScorer(KeyNormScorer(), chunk_size=3).score(context)
-    norms = context.keys[1, :, 3:].norm(dim=-1).mean(dim=0)
-    expected = -torch.stack([*[norms[:3].mean()] * 3, norms[3]])
-    torch.testing.assert_close(saliency[1, :, 3:], expected.expand(3, 4))
 
 
 def slow(

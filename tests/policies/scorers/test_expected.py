@@ -1,14 +1,11 @@
 """Attention to expect of queries to come: by chance itself, and against slow loops."""
 
-import math
-
 import attrs
 import pytest
 import torch
 
 from kvpolicy import LayerContext
 from kvpolicy.policies import ExpectedAttention, ExpectedAttentionScorer
-from kvpolicy.policies.scorers.expected import mean_rotation
 from kvpolicy.rotary import PlainRotary
 from tests.policies.views import group_of, view_of
 from tests.reference.query_agnostic import expected_scores
@@ -73,13 +70,6 @@ def test_the_formula_is_the_mean_over_normal_queries() -> None:
             logits = ahead @ context.keys[0, head].double().T * context.attention.scaling
             total += logits.exp().mean(dim=0) / logits.exp().mean(dim=0).sum() / 2
         torch.testing.assert_close(found[0, head], total, rtol=0.2, atol=5e-3)
-
-
-def test_the_mean_rotation_on_paper() -> None:
-    """One pair of channels: to 1 and 2, means of cosines and sines."""
-    turn = mean_rotation(PlainRotary(2), torch.tensor([1]), 2, 2)[0]
-    cos, sin = (math.cos(1) + math.cos(2)) / 2, (math.sin(1) + math.sin(2)) / 2
-    torch.testing.assert_close(turn, torch.tensor([[cos, sin], [-sin, cos]]))
 
 
 def test_sinks_are_protected_by_the_method() -> None:

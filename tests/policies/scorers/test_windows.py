@@ -100,12 +100,6 @@ def test_methods_offer_the_order(method: Any) -> None:
     assert bounded.decoding.scorer == bounded.scorer
 
 
-def test_without_pooling_the_two_are_one() -> None:
-    context = random_layer(1, LENS, query_len=4)
-    mean, largest = WindowMeanPoolScorer(4, kernel_size=1), WindowMaxPoolScorer(4, kernel_size=1)
-    torch.testing.assert_close(mean.score(context), largest.score(context))
-
-
 @pytest.mark.parametrize("window", [1, 4, 30])
 def test_the_window_attends_to_itself_as_well(window: int) -> None:
     context = random_layer(window, LENS, query_len=min(window, 23))

@@ -22,7 +22,6 @@ from tests import reference
 from tests.contexts import with_layer
 from tests.policies.scorers.support import layer_of, random_layer
 from tests.policies.views import slots_of, view_of
-from tests.reference.query_agnostic import projected
 
 HIDDEN = 7
 
@@ -72,20 +71,6 @@ def test_tokens_without_attention_compete_by_their_values() -> None:
     inner = GQAGroupSelector(retention_tokens=2, window_size=1)
     kept = CriticalSelector(inner, first_share=0.0).select(torch.zeros(1, 1, 4), context)
     assert kept.tolist() == [[[1, 3]]]
-
-
-def test_norms_against_slow_loops() -> None:
-    weight = weights()
-    context = attrs.evolve(random_layer(0, (11, 4)), queries=torch.zeros(2, 6, 0, 5))
-    found = output_norms(with_layer(context, output_weight=weight))
-    for row in range(2):
-        for head in range(3):
-            for slot in range(11):
-                value = context.values[row, head, slot]
-                norms = [
-                    projected(value, as_linear(weight), each) for each in (2 * head, 2 * head + 1)
-                ]
-                assert float(found[row, head, slot]) == pytest.approx(sum(norms) / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])

@@ -11,12 +11,9 @@ from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
 from kvpolicy.policies import (
-    AdaKV,
     AdaptiveHeadSelector,
     GQAGroupSelector,
-    PyramidKV,
     PyramidSelector,
-    SnapKV,
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
@@ -220,16 +217,6 @@ def test_rates_of_adaptive_heads_are_their_mean() -> None:
     kept = tokens.select(torch.rand(1, 5, 50), prompt(50, kv_heads=5))
     assert int((kept >= 0).sum()) / 5 / 50 == 0.14
     assert selector.budget is None
-
-
-@given(context=layer_contexts(3))
-def test_without_a_fall_and_with_all_of_the_floor_both_are_snapkv(context: LayerContext) -> None:
-    expected = SnapKV(0.3, window_size=3, kernel_size=3).decide(context).kept
-    flat = PyramidKV(0.3, window_size=3, kernel_size=3, beta=1)
-    assert torch.equal(flat.decide(context).kept, expected)
-    if bool((context.valid == context.valid[:, :1]).all()):  # heads hold as many
-        even = AdaKV(0.3, window_size=3, kernel_size=3, floor=1.0)
-        assert torch.equal(even.decide(context).kept, expected)
 
 
 def test_under_a_drop_late_layers_keep_what_reaches_them() -> None:
