@@ -65,7 +65,7 @@ def test_the_default_model_works_with_all(capsys: pytest.CaptureFixture[str]) ->
             "gemfilter",
             "no: context must fit the sliding",
         ),
-        ("bloom", (), 1, "attention scores must", "snapkv", "no: attention scores must"),
+        ("bloom", (), 1, "BloomForCausalLM (bloom)", "snapkv", "no: attention scores must"),
     ],
 )
 def test_what_can_be_applied(
