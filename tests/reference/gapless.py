@@ -7,11 +7,10 @@ policy acts only at the end of a prompt.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from .attention import Entry, attention_probabilities
-from .decoder import decoder_layers, finish_layer, geometry, project, rotate
+from .attention import Entry
+from .decoder import geometry, project, rotate
 from .generation import LayerOutput, ReferenceState
 
 
@@ -55,14 +54,7 @@ class GaplessState(ReferenceState):
                     for place, (position, key, value) in enumerate(every)
                 ]
             )
-        scaling = float(decoder_layers(self.model)[layer_idx].self_attn.scaling)
-        group = len(queries) // len(grown)
-        outputs = []
-        for head, head_queries in enumerate(queries):
-            entries = grown[head // group]
-            weights = attention_probabilities(head_queries, positions, entries, scaling)
-            outputs.append(weights @ torch.stack([entry.value for entry in entries]))
-        return finish_layer(self.model, layer_idx, hidden, outputs), queries, grown
+        return self._attended(layer_idx, hidden, queries, positions, grown), queries, grown
 
 
 def _plain(entry: Entry) -> Tensor:

@@ -227,6 +227,12 @@ class ReferenceState:
         """
         queries, new = project(self.model, layer_idx, hidden, positions, rotary)
         grown = [old + added for old, added in zip(self.cache[layer_idx], new, strict=True)]
+        return self._attended(layer_idx, hidden, queries, positions, grown), queries, grown
+
+    def _attended(
+        self, layer_idx: int, hidden: Tensor, queries: Heads, positions: Sequence[int], grown: Held
+    ) -> Tensor:
+        """Returns a layer's output, of queries that attend to entries."""
         scaling = float(decoder_layers(self.model)[layer_idx].self_attn.scaling)
         group = len(queries) // len(grown)
         outputs = []
@@ -234,4 +240,4 @@ class ReferenceState:
             held = grown[head // group]
             probabilities = attention_probabilities(head_queries, positions, held, scaling)
             outputs.append(probabilities @ torch.stack([entry.value for entry in held]))
-        return finish_layer(self.model, layer_idx, hidden, outputs), queries, grown
+        return finish_layer(self.model, layer_idx, hidden, outputs)
