@@ -9,13 +9,9 @@ from dataclasses import asdict, dataclass, replace
 
 from .decoding import HeadView, Redundancy, Rule, Unlike, Watched
 from .indexed import IndexedState
-from .latent import LatentState, per_head
+from .latent import per_head
 from .scored_methods import two_minus_cosines
 from .selection import head_mean
-
-
-class WatchedLatentState(Watched, LatentState):
-    """The watched context of a DeepSeek V3 model; see `BoundedState.kind`."""
 
 
 class WatchedIndexedState(Watched, IndexedState):
