@@ -27,13 +27,6 @@ def covering(cases: Sequence[Case]) -> list[int]:
     """Returns the indices of few cases that together take every value of every axis.
 
     Greedily: always the case that brings the most values no chosen one has, the earliest of equals.
-
-    Args:
-        cases: the value of each axis, one mapping a case. Equal values of unlike types are two
-            values.
-
-    Returns:
-        Indices into `cases`, ascending; all of them where every case has a value of its own.
     """
     values = [{(axis, type(value), value) for axis, value in case.items()} for case in cases]
     missing = set[tuple[str, type, Hashable]]().union(*values)
@@ -78,13 +71,6 @@ def covering_pairs(
 
     Greedily: each row begins with the first pair that no row has, and takes on every other axis the
     value that brings the most pairs, the first of equals.
-
-    Args:
-        axes: by name, the values; the first of each is the plainest.
-        forbidden: whether some values do not go together; it is given rows, and parts of rows.
-
-    Returns:
-        The rows, the same each time. A pair that no row can have is in none.
     """
     names = list(axes)
     missing = {

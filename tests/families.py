@@ -96,12 +96,7 @@ class Family:
     attn_implementation: str = "sdpa"
 
     def build(self, seed: int = 0, *, attn_implementation: str | None = None) -> PreTrainedModel:
-        """Builds the model, float32, in evaluation mode, without an end-of-sequence token.
-
-        Args:
-            seed: of the weights; the global random state is neither used nor changed.
-            attn_implementation: in the place of the family's own.
-        """
+        """Builds the model, float32, in evaluation mode, without an end-of-sequence token."""
         config_class: Any = CONFIG_MAPPING[self.model_type]
         known = set(config_class.__dataclass_fields__) | set(config_class.attribute_map)
         common = {name: value for name, value in _COMMON.items() if name in known}
@@ -138,9 +133,7 @@ _TABLE: dict[str, Family] = {
         attn_implementation="eager",
     ),
     "gemma3": Family(
-        "gemma3_text",
-        {**_TWO_IN_THREE, "head_dim": 12, "query_pre_attn_scalar": 9},
-        window=WINDOW,
+        "gemma3_text", {**_TWO_IN_THREE, "head_dim": 12, "query_pre_attn_scalar": 9}, window=WINDOW
     ),
     "gemma3n": Family(
         "gemma3n_text",
@@ -253,10 +246,7 @@ _TABLE: dict[str, Family] = {
     "hunyuan_v1_dense": Family("hunyuan_v1_dense", {"head_dim": 12}),
     "seed_oss": Family("seed_oss", {"head_dim": 12}),
     "minimax_m2": Family("minimax_m2", {"head_dim": 12}),
-    "lfm2": Family(
-        "lfm2",
-        {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8},
-    ),
+    "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8}),
     "jamba": Family(
         "jamba",
         {

@@ -8,10 +8,10 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from tests.pages import ROOT
+
 RESULTS = ROOT / "benchmarks" / "results" / "families.json"
 PAGE = ROOT / "docs" / "kinds.md"
 BEGIN, END = "<!-- families: written by tests/support_table.py -->\n", "<!-- end -->\n"

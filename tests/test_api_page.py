@@ -3,11 +3,12 @@
 import importlib
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[1] / "docs" / "api.md").read_text(encoding="utf-8")
+from tests.pages import text_of
+
+PAGE = text_of("docs/api.md")
 MODULES = [
     "kvpolicy",
     "kvpolicy.policies",

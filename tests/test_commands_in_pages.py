@@ -32,11 +32,10 @@ from kvpolicy import names
 from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.commands.app import COMMANDS
 from tests.needle import MODEL_DIR
+from tests.pages import FENCE, ROOT
 from tests.test_reproduce import place as place
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINE = re.compile(r"(?:\$ )?((?:kvpolicy|python3?|torchrun|lm_eval) .*)")
 NAMES = {command.__name__.replace("_", "-") for command in COMMANDS}
 pytestmark = pytest.mark.filterwarnings(
@@ -93,9 +92,7 @@ ANSWERED = {
     "--tasks": "own_words",
     "--lengths": "96",
 }
-COMPLETED = {
-    "generate": ("--prompt-file", "report.txt"),
-}
+COMPLETED = {"generate": ("--prompt-file", "report.txt")}
 
 
 def lines_of(page: Path) -> Iterator[str]:

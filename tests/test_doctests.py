@@ -6,12 +6,12 @@ import inspect
 import pkgutil
 import tomllib
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+from tests.pages import ROOT, text_of
+
+CONFIG = tomllib.loads(text_of("pyproject.toml"))
 PACKAGES: list[str] = CONFIG["tool"]["setuptools"]["packages"]
 # Modules that can be imported only beside a package that the tests are not installed with.
 NEEDS = {"kvpolicy.integrations.vllm.connector": "vllm"}

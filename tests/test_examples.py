@@ -1,18 +1,14 @@
 """The scripts of docs/examples and the pages that they stand beside run as they are."""
 
-import contextlib
-import io
 import re
 import runpy
-from pathlib import Path
 
 import pytest
 
 from kvpolicy.testing import check_propagation, check_selector
+from tests.pages import PYTHON, ROOT, printed, text_of
 
-ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "docs" / "examples"
-PAGE = (ROOT / "docs" / "own_parts.md").read_text(encoding="utf-8")
 # What each prints on its last line.
 PRINTED = {
     "many_questions": r"3 of 3 answers right, from 20% of the document's cache",
@@ -51,15 +47,13 @@ def test_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
 def test_the_page_of_own_parts() -> None:
     """Its blocks follow on each other; the contracts that they call find nothing."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    page = text_of("docs/own_parts.md")
+    blocks = PYTHON.findall(page)
     assert len(blocks) == 4
-    printed = io.StringIO()
     names: dict[str, object] = {}
-    with contextlib.redirect_stdout(printed):
-        for block in blocks:
-            exec(block, names)
-    said = re.search(r"This prints `(.*?)`", PAGE)
+    found = "".join(printed(block, names) for block in blocks)
+    said = re.search(r"This prints `(.*?)`", page)
     assert said is not None
-    assert printed.getvalue().strip() == said[1]
+    assert found.strip() == said[1]
     assert names["check_selector"] is check_selector
     assert names["check_propagation"] is check_propagation

@@ -1,7 +1,5 @@
 """docs/first_hour.md runs as printed, from top to bottom, with the real model that it names."""
 
-import contextlib
-import io
 import json
 import re
 import shlex
@@ -11,9 +9,9 @@ import pytest
 
 from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.default_model import default_model
+from tests.pages import FENCE, printed, text_of
 
-PAGE = (Path(__file__).parents[1] / "docs/first_hour.md").read_text(encoding="utf-8")
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGE = text_of("docs/first_hour.md")
 HUB = "Qwen/Qwen2.5-0.5B-Instruct"  # its commands are run by test_commands_in_pages.py
 RIGHT = "The special magic number of Paris is 4322492."
 # What each block prints; a scorer's contract prints nothing.
@@ -44,10 +42,7 @@ def test_the_first_hour(
     assert all(len(re.findall(r"^.+$", code, re.MULTILINE)) <= 10 for code in blocks)
     names: dict[str, object] = {}
     for code, lines in zip(blocks, PRINTED, strict=True):
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(code, names)
-        assert printed.getvalue().splitlines() == lines
+        assert printed(code, names).splitlines() == lines
         assert all(line in PAGE for line in lines if "held: " in line)
 
     commands = [

@@ -17,9 +17,8 @@ from tests.integrations.conversations.support import SPECIAL, chat_model, chatte
 from tests.integrations.conversations.test_images import Processor
 from tests.integrations.vision.models import FAMILIES
 from tests.integrations.vision.rows import model_of
+from tests.pages import PYTHON, text_of
 
-DOCS = Path(__file__).parents[1] / "docs"
-PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 HUB = re.compile(r'"Qwen/[\w.-]+"')
 REPORT = "The user asked the system for the quick brown fox and the lazy dog. " * 6
 
@@ -50,12 +49,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def blocks_of(page: str) -> list[str]:
     """The blocks of a page, with answers of a few tokens and chunks of some."""
-    text = (DOCS / page).read_text(encoding="utf-8")
-    found = [
-        re.sub(r"max_new_tokens=\d+", "max_new_tokens=4", each) for each in PYTHON.findall(text)
-    ]
+    text = re.sub(r"max_new_tokens=\d+", "max_new_tokens=4", text_of(f"docs/{page}"))
     return [
-        each.replace("2048, dim=1", "40, dim=1").replace("size=2048", "size=40") for each in found
+        each.replace("2048, dim=1", "40, dim=1").replace("size=2048", "size=40")
+        for each in PYTHON.findall(text)
     ]
 
 

@@ -1,7 +1,7 @@
 """Who imports whom, read off the sources: imports for types and inside of functions count too."""
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -76,6 +76,16 @@ def is_command(module: str) -> bool:
     return module == COMMANDS or module.startswith(f"{COMMANDS}.")
 
 
+def where(edges: dict[str, set[str]], wrong: Callable[[str, str], bool]) -> list[str]:
+    """The imports that are wrong."""
+    return [
+        f"{module} imports {other}"
+        for module, others in edges.items()
+        for other in others
+        if wrong(module, other)
+    ]
+
+
 def test_reads_every_kind_of_import() -> None:
     known = {"a", "a.b", "a.c", "a.d", "a.e", "a.f", "a.f.g"}
     source = """
@@ -93,23 +103,14 @@ def f():
 
 
 def test_folders_import_only_those_before_them(edges: dict[str, set[str]]) -> None:
-    upward = [
-        f"{module} imports {other}"
-        for module, others in edges.items()
-        for other in others
-        if folder_of(other) > folder_of(module)
-    ]
-    assert upward == []
+    assert where(edges, lambda module, other: folder_of(other) > folder_of(module)) == []
 
 
 def test_only_the_command_imports_commands(edges: dict[str, set[str]]) -> None:
-    wrong = [
-        f"{module} imports {other}"
-        for module, others in edges.items()
-        for other in others
-        if is_command(other) and not is_command(module) and module not in CALLERS
-    ]
-    assert wrong == []
+    def from_outside(module: str, other: str) -> bool:
+        return is_command(other) and not is_command(module) and module not in CALLERS
+
+    assert where(edges, from_outside) == []
 
 
 def test_no_modules_import_each_other(edges: dict[str, set[str]]) -> None:

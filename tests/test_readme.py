@@ -1,7 +1,5 @@
 """The README's examples run, its figures and links are true; tables of results are as measured."""
 
-import contextlib
-import io
 import json
 import re
 from pathlib import Path
@@ -16,13 +14,12 @@ from kvpolicy.evaluation.comparison.times import Ratio
 from kvpolicy.integrations.transformers.model.tested import TESTED
 from kvpolicy.registry import registered
 from tests.integrations.model.builds.catalogue import builds
+from tests.pages import PYTHON, ROOT, printed, text_of
 from tests.support_hub import tiny_qwen
 from tests.support_table import PAGE, outcomes, page
 
-ROOT = Path(__file__).parents[1]
 BUILDS = builds()
-README = (ROOT / "README.md").read_text()
-PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+README = text_of("README.md")
 HUB, SCORER = PYTHON.findall(README)
 
 
@@ -30,13 +27,6 @@ HUB, SCORER = PYTHON.findall(README)
 ADDRESS = "kvpolicy/kvpolicy"
 PAGES = f"https://github.com/{ADDRESS}/blob/main/"
 FILES = f"https://raw.githubusercontent.com/{ADDRESS}/main/"
-
-
-def run(code: str, **names: Any) -> str:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code, names)
-    return printed.getvalue()
 
 
 def test_the_example_of_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +38,7 @@ def test_the_example_of_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.M
     assert type(AutoTokenizer.from_pretrained(folder)).__name__.startswith("Qwen2Tokenizer")
     assert HUB.count('"Qwen/Qwen2.5-1.5B-Instruct"') == 1
     code = HUB.replace('"Qwen/Qwen2.5-1.5B-Instruct"', repr(str(folder))).replace("256", "4")
-    total = run(code).splitlines()[-1].split()
+    total = printed(code).splitlines()[-1].split()
     assert total[0] == "total"
     # A little more than a fifth: the answer's tokens are kept too.
     assert 20 < float(total[-1].rstrip("%")) < 24
@@ -57,7 +47,7 @@ def test_the_example_of_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
 def test_the_example_of_a_scorer() -> None:
-    run(SCORER)
+    printed(SCORER)
     assert len(SCORER.strip().splitlines()) <= 17
 
 

@@ -34,10 +34,10 @@ from transformers.utils import logging
 from benchmarks import gpu, operations
 from kvpolicy.evaluation.cli import main
 from tests.integrations.lm_eval.support import CHAT
+from tests.pages import ROOT, printed, text_of
 from tests.reference.models import VOCAB_SIZE, tiny_model
 
-ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/reproduce.md").read_text(encoding="utf-8")
+PAGE = text_of("docs/reproduce.md")
 RESULTS = ROOT / "benchmarks/results"
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using slow pure-python SequenceMatcher:UserWarning", "ignore::SyntaxWarning"
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings(
 LAYERS = 4
 OPTIONS = {"--model": "model", "--device": "cpu", "--top-k": "4"}
 ADDED = {
-    "benchmarks/gpu.py": ("--quick", "--threads", "1", "--contexts", "64", "--new-tokens", "3"),
+    "benchmarks/gpu.py": ("--quick", "--threads", "1", "--contexts", "64", "--new-tokens", "3")
 }
 LOOPS = {"0.1 0.2 0.3 0.4 0.5;": "0.3 0.5;", "0 5 10 15 20 25 30;": "0 3;"}
 
@@ -285,10 +285,7 @@ def test_what_was_not_measured_runs(
 
 
 def check_averages(code: str) -> None:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code, {})
-    assert printed.getvalue().splitlines() == [
+    assert printed(code).splitlines() == [
         "full_context 50.00 of 16 tasks",
         "fastkv 0.1 40.00 of 16 tasks",
     ]

@@ -541,24 +541,6 @@ def test_llama_has_the_published_shape_and_the_papers_layers() -> None:
     assert acting == {"fastkv": {15}, "gemfilter": {13}}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--policies", "fastkv,snap"], "--policies must be among full_context"),
-        (["--parts", "cells,loops"], "--parts must be among cells, answers"),
-        (["--minutes", "0"], "--minutes must be above 0"),
-        (["--new-tokens", "1"], "at least 2"),
-        (["--contexts", "0"], "at least 1"),
-    ],
-)
-def test_bad_options(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main([*QUICK, *arguments])
-    assert message in capsys.readouterr().err
-
-
 def test_a_gpu_is_asked_for_before_anything_is_built(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import harness
+from benchmarks import gpu, harness, kvpress, methods, overhead
 from benchmarks.harness import Benchmark, Column, Option, Run, Table, Text, in_turns
 
 TABLE = Table(
@@ -150,3 +150,26 @@ def test_quick_results_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="out must be a folder"):
         harness.out_folder(parser.parse_args(["--out", str(tmp_path / "file")]))
+
+
+@pytest.mark.parametrize(
+    ("start", "arguments", "message"),
+    [
+        (gpu.main, "--quick --policies fastkv,snap", "--policies must be among full_context"),
+        (gpu.main, "--quick --parts cells,loops", "--parts must be among cells, answers"),
+        (gpu.main, "--quick --minutes 0", "--minutes must be above 0"),
+        (gpu.main, "--quick --new-tokens 1", "at least 2"),
+        (gpu.main, "--quick --contexts 0", "at least 1"),
+        (methods.main, "--quick --methods fastkv,snap", "--methods must be among"),
+        (methods.main, "--quick --rounds 0", "at least 1"),
+        (methods.main, "--quick --memory-context -1", "at least 0"),
+        (overhead.main, "--quick --policies SnapKV,Snap", "must be among FullContext,"),
+        (kvpress.options_of, "--kvpress-python /no/python", "`make bench-kvpress` builds one"),
+    ],
+)
+def test_bad_options_of_benchmarks(
+    start: Any, arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        start(arguments.split())
+    assert message in capsys.readouterr().err

@@ -81,9 +81,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[st
     return folder, asked
 
 
-def test_quick_run_writes_times_and_memory(
-    quick: tuple[Path, list[tuple[str, int, int]]],
-) -> None:
+def test_quick_run_writes_times_and_memory(quick: tuple[Path, list[tuple[str, int, int]]]) -> None:
     folder, asked = quick
     record = json.loads((folder / "methods.json").read_text())
     parts = ["rows", "memory"]
@@ -124,22 +122,6 @@ def test_a_result_can_be_shown_again(
     assert lines[-2].endswith("at most")
     assert lines[-1].split() == ["h2o", "128", "failed"]
     assert (folder / "methods.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--methods", "fastkv,snap"], "--methods must be among"),
-        (["--rounds", "0"], "at least 1"),
-        (["--memory-context", "-1"], "at least 0"),
-    ],
-)
-def test_bad_options(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        methods.main(["--quick", *arguments])
-    assert message in capsys.readouterr().err
 
 
 # Keys and values weigh most here: 8 layers of 2 * 512 numbers a token.

@@ -121,11 +121,5 @@ def test_large_numbers_fit_the_tables() -> None:
     line = overhead.BENCHMARK.tables[3].line(row)  # type: ignore[union-attr]
     assert len(line) <= 80
     assert line.split()[2:] == [
-        *("arithmetic", "2048", "2586.68", "12.034", "(10.900-13.457)", "0.85", "123.46"),
+        *("arithmetic", "2048", "2586.68", "12.034", "(10.900-13.457)", "0.85", "123.46")
     ]
-
-
-def test_unknown_policies_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        overhead.BENCHMARK.options_of(["--policies", "SnapKV,Snap"])
-    assert "must be among FullContext," in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """What docs/kvpress.md says of every press composes a policy that reads a prompt."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 import kvpolicy
 from kvpolicy import policies
 from kvpolicy.integrations.transformers import PolicyCache
+from tests.pages import ROOT, text_of
 from tests.reference import random_tokens, tiny_model
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/kvpress.md").read_text()
+PAGE = text_of("docs/kvpress.md")
 COMPOSED = dict(re.findall(r"^\| `(\w+Press)` \| `(.+)` \| .+ \|$", PAGE, re.MULTILINE))
 # Presses without an equivalent: the first cells of another section's table.
 ONLY_THERE = PAGE.partition("## What only kvpress has")[2].partition("\n## ")[0]

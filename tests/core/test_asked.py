@@ -25,6 +25,7 @@ from kvpolicy.policies import (
 from kvpolicy.rotary import PlainRotary
 from kvpolicy.testing import check_propagation, check_scorer, check_selector
 from tests.contexts import with_layer
+from tests.core.odd import odd
 from tests.integrations.support.asking import (
     CarriedOnScorer,
     LargestOfLayers,
@@ -59,6 +60,9 @@ def context_of(layer_idx: int = 2, history: int = 3) -> LayerContext:
     )
 
 
+WINDOW = WindowMaxPoolScorer()
+
+
 @attrs.frozen
 class Noting(WindowMaxPoolScorer):
     """Notes what it is shown."""
@@ -70,63 +74,38 @@ class Noting(WindowMaxPoolScorer):
         return super().score(context)
 
 
-class AsksForHistory(Noting):
-    history_layers = 2
-
-
-class AsksForRotary(Noting):
-    needs_rotary = True
-
-
-class AsksForWeight(Noting):
-    needs_output_weight = True
-
-
 @pytest.mark.parametrize(
-    ("kind", "history", "rotary", "weight"),
-    [
-        (Noting, 0, False, False),
-        (AsksForHistory, 2, False, False),
-        (AsksForRotary, 0, True, False),
-        (AsksForWeight, 0, False, True),
-    ],
+    "asked", [{}, {"history_layers": 2}, {"needs_rotary": True}, {"needs_output_weight": True}]
 )
-def test_a_part_is_shown_what_it_declares(
-    kind: type[Noting], history: int, rotary: bool, weight: bool
-) -> None:
+def test_a_part_is_shown_what_it_declares(asked: dict[str, Any]) -> None:
     """Whatever else other parts of the policy have asked for."""
-    scorer, context = kind(2), context_of()
+    scorer, context = odd(Noting, **asked)(2), context_of()
     CachePolicy(scorer, GQAGroupSelector(0.5), PassAllPropagation()).decide(context)
     (shown,) = scorer.shown
-    assert len(shown.layer.history) == history
-    for own, given in zip(shown.layer.history, context.layer.history[3 - history :], strict=True):
+    count = asked.get("history_layers", 0)
+    assert len(shown.layer.history) == count
+    for own, given in zip(shown.layer.history, context.layer.history[3 - count :], strict=True):
         assert own is given
-    assert (shown.layer.rotary is context.layer.rotary) is rotary
-    assert (shown.layer.output_weight is context.layer.output_weight) is weight
-    assert (shown.layer.rotary is None, shown.layer.output_weight is None) == (
-        not rotary,
-        not weight,
-    )
+    for name in ("rotary", "output_weight"):
+        given = getattr(context.layer, name) if f"needs_{name}" in asked else None
+        assert getattr(shown.layer, name) is given
+
+
+NOTHING: tuple[Any, ...] = (), None, None
 
 
 @attrs.frozen
 class Undeclared(GQAGroupSelector):
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        assert (context.layer.history, context.layer.rotary, context.layer.output_weight) == (
-            (),
-            None,
-            None,
-        )
+        layer = context.layer
+        assert (layer.history, layer.rotary, layer.output_weight) == NOTHING
         return super().select(saliency, context)
 
 
 class UndeclaredDrop(TokenSelectivePropagation):
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        assert (context.layer.history, context.layer.rotary, context.layer.output_weight) == (
-            (),
-            None,
-            None,
-        )
+        layer = context.layer
+        assert (layer.history, layer.rotary, layer.output_weight) == NOTHING
         return super().propagate(saliency, context)
 
 
@@ -175,15 +154,6 @@ class WeighsTheFirstHead(OutputScorer):
         return super().score(with_layer(context, output_weight=first))
 
 
-def test_the_contract_finds_what_is_wrong() -> None:
-    """Padding that is read, and heads of one process that are taken for all."""
-    with pytest.raises(AssertionError, match="in the whole layer"):
-        check_selector(OfTheseHeads(0.3, window_size=2))
-    for scorer in (ReadsPadding(3), ByColumns(), WeighsTheFirstHead()):
-        with pytest.raises(AssertionError, match="must get the same saliency as"):
-            check_scorer(scorer)
-
-
 class ChangesHistory(CarriedOnScorer):
     def score(self, context: LayerContext) -> Tensor:
         for each in context.layer.history:
@@ -191,50 +161,44 @@ class ChangesHistory(CarriedOnScorer):
         return super().score(context)
 
 
-def test_history_must_not_be_modified() -> None:
-    with pytest.raises(AssertionError, match="must not modify the context"):
-        check_scorer(ChangesHistory(3))
-
-
 @pytest.mark.parametrize(
-    ("name", "value"), [("history_layers", -1), ("needs_rotary", 1), ("needs_output_weight", None)]
+    ("scorer", "message"),
+    [
+        (ReadsPadding(3), "must get the same saliency as"),
+        (ByColumns(), "must get the same saliency as"),
+        (WeighsTheFirstHead(), "must get the same saliency as"),
+        (ChangesHistory(3), "must not modify the context"),
+        (odd(WindowMaxPoolScorer, history_layers=-1)(), "history_layers must be"),
+        (odd(WindowMaxPoolScorer, needs_rotary=1)(), "needs_rotary must be"),
+        (odd(WindowMaxPoolScorer, needs_output_weight=None)(), "needs_output_weight must be"),
+    ],
 )
-def test_declarations_are_checked(name: str, value: object) -> None:
-    scorer = type("Odd", (WindowMaxPoolScorer,), {name: value})()
-    with pytest.raises(AssertionError, match=f"{name} must be"):
+def test_the_contract_finds_what_is_wrong(scorer: Scorer, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
         check_scorer(scorer)
 
 
+def test_the_contract_finds_heads_of_one_process_that_are_taken_for_all() -> None:
+    with pytest.raises(AssertionError, match="in the whole layer"):
+        check_selector(OfTheseHeads(0.3, window_size=2))
+
+
 @pytest.mark.parametrize(
-    ("policy", "choosing", "remembered"),
+    ("scorer", "selector", "propagation", "choosing", "remembered"),
     [
-        (CachePolicy(None, KeepAllSelector(), PassAllPropagation()), range(8), set()),
-        (
-            CachePolicy(WindowMaxPoolScorer(), KeepAllSelector(), LargestOfLayers(layers=(5,))),
-            range(8),
-            {3, 4},
-        ),
-        (
-            CachePolicy(WindowMaxPoolScorer(), KeepAllSelector(), LargestOfLayers(layers=(1, 5))),
-            range(8),
-            {0, 3, 4},
-        ),
-        (
-            CachePolicy(WindowMaxPoolScorer(), KeepAllSelector(), LargestOfLayers(layers=(5,))),
-            [0, 2, 5, 7],  # the others slide, or recur
-            {0, 2},
-        ),
-        (CachePolicy(CarriedOnScorer(), KeepAllSelector(), PassAllPropagation()), [0, 3], {0, 3}),
-        (
-            CachePolicy(WindowMaxPoolScorer(), RememberingSelector(), PassAllPropagation()),
-            [1, 2],
-            {1, 2},
-        ),
+        (None, KeepAllSelector(), PassAllPropagation(), range(8), set()),
+        (WINDOW, KeepAllSelector(), LargestOfLayers(layers=(5,)), range(8), {3, 4}),
+        (WINDOW, KeepAllSelector(), LargestOfLayers(layers=(1, 5)), range(8), {0, 3, 4}),
+        # The others slide, or recur.
+        (WINDOW, KeepAllSelector(), LargestOfLayers(layers=(5,)), [0, 2, 5, 7], {0, 2}),
+        (CarriedOnScorer(), KeepAllSelector(), PassAllPropagation(), [0, 3], {0, 3}),
+        (WINDOW, RememberingSelector(), PassAllPropagation(), [1, 2], {1, 2}),
     ],
 )
 def test_layers_that_later_ones_look_at(
-    policy: CachePolicy, choosing: list[int], remembered: set[int]
+    scorer: Any, selector: Any, propagation: Any, choosing: list[int], remembered: set[int]
 ) -> None:
+    policy = CachePolicy(scorer, selector, propagation)
     assert policy.remembered_layers(8, choosing) == remembered
 
 

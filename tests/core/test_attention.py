@@ -13,20 +13,19 @@ from kvpolicy import LayerContext, attention
 from kvpolicy.attention import causal_attention_sums, group_mean, query_key_products
 from kvpolicy.errors import ShapeError
 from kvpolicy.heads import Heads
-from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.testing import layer_contexts
-from tests.contexts import with_attention
+from tests.contexts import layer_context, with_attention
 
 
 def loop_over_single_numbers(context: LayerContext) -> list[list[list[float]]]:
     group = context.query_heads // context.kv_heads
-    sums = [
-        [[0.0] * context.key_len for _ in range(context.query_heads)] for _ in range(context.batch)
-    ]
+    sums = torch.zeros(context.batch, context.query_heads, context.key_len).tolist()
     for row in range(context.batch):
         for head in range(context.query_heads):
             valid = context.valid[row, head // group].tolist()
             keys = context.keys[row, head // group].double()
+            sinks = context.attention.sinks
+            sink = 0.0 if sinks is None else math.exp(float(sinks[head]))
             for index in range(context.query_len):
                 if not context.query_valid[row, index]:
                     continue
@@ -38,30 +37,21 @@ def loop_over_single_numbers(context: LayerContext) -> list[list[list[float]]]:
                     else 0.0
                     for slot in range(own + 1)
                 ]
-                sink = (
-                    0.0
-                    if context.attention.sinks is None
-                    else math.exp(float(context.attention.sinks[head]))
-                )
                 for slot, weight in enumerate(weights):
                     sums[row][head][slot] += weight / (sum(weights) + sink)
     return sums
 
 
+@pytest.mark.parametrize("sunk", [False, True])
 @given(context=layer_contexts(5))
-def test_attention_sums(context: LayerContext) -> None:
+def test_attention_sums(sunk: bool, context: LayerContext) -> None:
+    """What a sink takes no key gets."""
+    if sunk:
+        context = with_attention(context, sinks=torch.linspace(-2, 3, context.query_heads))
     sums = causal_attention_sums(context)
     assert sums.dtype == torch.float32
     expected = torch.tensor(loop_over_single_numbers(context))
     torch.testing.assert_close(sums, expected, atol=1e-5, rtol=1e-5)
-
-
-@given(context=layer_contexts(5))
-def test_what_a_sink_takes_no_key_gets(context: LayerContext) -> None:
-    sinks = torch.linspace(-2, 3, context.query_heads)
-    context = with_attention(context, sinks=sinks)
-    expected = torch.tensor(loop_over_single_numbers(context))
-    torch.testing.assert_close(causal_attention_sums(context), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_sinks_are_one_for_each_query_head() -> None:
@@ -98,18 +88,13 @@ def test_group_mean() -> None:
 
 
 def context(**changes: Any) -> LayerContext:
-    unchanged = LayerContext(
-        layer_idx=0,
-        num_layers=1,
-        queries=torch.zeros(2, 6, 3, 5),
-        keys=torch.zeros(2, 2, 11, 5),
-        values=torch.zeros(2, 2, 11, 7),
-        positions=torch.arange(11).expand(2, 2, 11),
-        new_valid=torch.ones(2, 4, dtype=torch.bool),
-        seen_len=(11, 11),
-        attention=AttentionSettings(1.0),
-    )
-    return attrs.evolve(unchanged, **changes)
+    keys = torch.zeros(2, 2, 11, 5)
+    given = {
+        "queries": torch.zeros(2, 6, 3, 5),
+        "values": torch.zeros(2, 2, 11, 7),
+        "new_valid": torch.ones(2, 4, dtype=torch.bool),
+    }
+    return attrs.evolve(layer_context(keys, **given), **changes)
 
 
 @pytest.mark.parametrize(

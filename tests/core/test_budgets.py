@@ -27,28 +27,6 @@ def test_counts(
     assert budget.count(seen_len=seen_len, available=available, protected=protected) == expected
 
 
-@pytest.mark.parametrize("rate", [0.0, -0.1, 1.5, float("nan"), float("inf")])
-def test_rates_outside_their_range(rate: float) -> None:
-    with pytest.raises(ValueError, match=r"tsp_rate must be in \(0, 1\], got"):
-        Budget(rate=rate, name="tsp")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"rate": 0.1, "tokens": 5}, ValueError, "exactly one of retention_rate and"),
-        ({}, ValueError, "exactly one of retention_rate and retention_tokens must be given"),
-        ({"tokens": 0}, ValueError, "retention_tokens must be at least 1, got 0"),
-        ({"tokens": 2.5}, TypeError, "retention_tokens must be an int, got 2.5"),
-        ({"tokens": True}, TypeError, "retention_tokens must be an int"),
-        ({"rate": "0.1"}, TypeError, "retention_rate must be a number"),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, Any], error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        Budget(**arguments)
-
-
 def test_a_default_rate_yields_to_tokens_and_else_stands() -> None:
     assert Budget(DefaultRate(0.1), 5) == Budget(tokens=5)
     assert Budget(DefaultRate(0.1)) == Budget(0.1)

@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext, Scorer
-from kvpolicy.attention import (
-    causal_attention_peaks,
-    causal_attention_sums,
-    query_key_products,
-)
+from kvpolicy.attention import causal_attention_peaks, causal_attention_sums, query_key_products
 from kvpolicy.errors import ShapeError
 from kvpolicy.kinds import TokenKind
 from kvpolicy.layer_inputs import AttentionSettings, DecodingInputs, LayerInputs
@@ -85,11 +81,6 @@ def test_the_mean_of_all_heads_decides(kind: Any) -> None:
     assert policy.decide(shared()).kept.tolist() == [[[1, 4]], [[3, 4]]]
 
 
-def test_what_is_stored_has_the_keys_tokens() -> None:
-    with pytest.raises(ShapeError, match=r"stored must be two tensors .* got \[2, 1, 4, 7\]"):
-        shared(stored=(torch.randn(BATCH, 1, 4, STORED), torch.randn(BATCH, 1, 4, 2)))
-
-
 @attrs.frozen
 class Undeclared(Scorer):
     """Looks at queries in some way, and declares none."""
@@ -140,6 +131,11 @@ def test_a_layer_without_queries_goes_on_without_them() -> None:
         ({"queries": [1]}, TypeError, "queries must be a Tensor, got \\[1\\]"),
         ({"attention": AttentionSettings(1.0, sinks=[1.0])}, TypeError, "sinks must be a Tensor"),
         ({"stored": torch.ones(1)}, TypeError, "stored must be a tuple"),
+        (
+            {"stored": (torch.ones(BATCH, 1, 4, STORED), torch.ones(BATCH, 1, 4, 2))},
+            ShapeError,
+            r"stored must be two tensors .* got \[2, 1, 4, 7\]",
+        ),
         ({"seen_len": 5}, TypeError, "seen_len must be a tuple, got 5"),
         ({"held_len": [5, 3]}, TypeError, "held_len must be a tuple"),
         ({"layer": LayerInputs(history=None)}, TypeError, "history must be a tuple, got None"),

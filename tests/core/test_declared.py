@@ -5,9 +5,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from torch import Tensor
 
-from kvpolicy import CachePolicy, LayerContext
+from kvpolicy import CachePolicy
 from kvpolicy.attention import causal_attention_peaks
 from kvpolicy.policies import (
     AccumulatedAttentionScorer,
@@ -21,22 +20,8 @@ from kvpolicy.policies import (
 )
 from kvpolicy.testing import check_propagation, check_scorer, check_selector
 from kvpolicy.testing.results import check_kept
+from tests.core.odd import odd, with_method, with_property
 from tests.policies.scorers.support import layer_of
-
-
-def with_property(base: Any, name: str, value: object) -> Any:
-    """A part of which one property has a value."""
-    kind = type(f"Odd{base.__name__}", (base,), {name: property(lambda self: value)})
-    return attrs.frozen(kind)()
-
-
-def with_method(base: Any, name: str, returns: Any) -> Any:
-    """A part of which one method's value is changed."""
-
-    def method(self: Any, *arguments: Any, **named: Any) -> Any:
-        return returns(getattr(base, name)(self, *arguments, **named))
-
-    return attrs.frozen(type(f"Odd{base.__name__}", (base,), {name: method}))()
 
 
 @pytest.mark.parametrize(
@@ -51,7 +36,7 @@ def with_method(base: Any, name: str, returns: Any) -> Any:
 )
 def test_properties_of_a_scorer(name: str, value: object) -> None:
     with pytest.raises(AssertionError, match=f"{name} must be an int of at least 0.* got"):
-        check_scorer(with_property(WindowMaxPoolScorer, name, value))
+        check_scorer(with_property(WindowMaxPoolScorer, name, value)())
 
 
 SHARED = [
@@ -61,32 +46,30 @@ SHARED = [
     ("protected_first", -1, "an int of at least 0"),
     ("protected_first", False, "an int of at least 0"),
 ]
+OF_A_SELECTOR = [*SHARED, ("equal_counts", 1, "True or False"), ("unequal_heads", 0, "True or F")]
+OF_PROPAGATION = [
+    *SHARED,
+    ("restarts", 0, "True or False"),
+    ("decides_by_content", None, "True or False"),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "wanted"),
-    [*SHARED, ("equal_counts", 1, "True or False"), ("unequal_heads", 0, "True or False")],
-)
-def test_properties_of_a_selector(name: str, value: object, wanted: str) -> None:
-    with pytest.raises(AssertionError, match=f"{name} must be {wanted}.*, got {value}"):
-        check_selector(with_property(GQAGroupSelector, name, value))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "wanted"),
+    ("check", "base", "name", "value", "wanted"),
     [
-        *SHARED,
-        ("restarts", 0, "True or False"),
-        ("decides_by_content", None, "True or False"),
+        *((check_selector, GQAGroupSelector, *each) for each in OF_A_SELECTOR),
+        *((check_propagation, TokenSelectivePropagation, *each) for each in OF_PROPAGATION),
     ],
 )
-def test_properties_of_a_propagation_policy(name: str, value: object, wanted: str) -> None:
+def test_properties_of_the_other_parts(
+    check: Any, base: Any, name: str, value: object, wanted: str
+) -> None:
     with pytest.raises(AssertionError, match=f"{name} must be {wanted}.*, got {value}"):
-        check_propagation(with_property(TokenSelectivePropagation, name, value))
+        check(with_property(base, name, value)())
 
 
 def test_equal_counts_are_equal() -> None:
-    shares = with_property(AdaptiveHeadSelector, "equal_counts", True)
+    shares = with_property(AdaptiveHeadSelector, "equal_counts", True)()
     with pytest.raises(AssertionError, match="must keep equally many tokens in all heads of a row"):
         check_selector(shares)
 
@@ -94,123 +77,85 @@ def test_equal_counts_are_equal() -> None:
 def test_a_budget_is_one() -> None:
     message = "budget must be a Budget, or None where no one number holds, got 0.1"
     with pytest.raises(AssertionError, match=message):
-        check_selector(with_property(KeepAllSelector, "budget", 0.1))
+        check_selector(with_property(KeepAllSelector, "budget", 0.1)())
     with pytest.raises(AssertionError, match=message):
-        check_propagation(with_property(PassAllPropagation, "budget", 0.1))
+        check_propagation(with_property(PassAllPropagation, "budget", 0.1)())
 
 
-def test_score_returns_a_tensor() -> None:
-    scorer = with_method(WindowMaxPoolScorer, "score", lambda found: found.numpy())
-    with pytest.raises(AssertionError, match="saliency must be a tensor, got"):
-        check_scorer(scorer)
+RETURNED_BY_SELECTORS = [
+    ("select", lambda found: found.tolist(), "kept .* must be a tensor"),
+    ("select", lambda found: None, "kept .* must be a tensor, got None"),
+    ("select", lambda found: found.int(), "kept .* must be torch.int64, got torch.int32"),
+    ("select", lambda found: found[0], "kept .* must be of shape"),
+    ("protected", lambda found: found.int(), "protected .* must be torch.bool"),
+    ("protected", lambda found: found[:, :1, :0], "protected .* must be of shape"),
+    ("protected", lambda found: found.tolist(), "protected .* must be a tensor"),
+    ("kept_rates", tuple, "kept_rates must return a list of numbers"),
+    ("kept_rates", lambda found: 0.1, "kept_rates must return a list of numbers, got 0.1"),
+    ("kept_rates", lambda found: ["0.1"] * len(found), "must return a list of numbers"),
+    ("kept_rates", lambda found: found[1:], r"kept_rates must be 1 fractions in \(0, 1\]"),
+]
+RETURNED_BY_PROPAGATION = [
+    ("acting_layers", tuple, r"acting_layers must return a frozenset of ints, got \(3,\)"),
+    ("acting_layers", list, "acting_layers must return a frozenset"),
+    ("acting_layers", set, "acting_layers must return a frozenset"),
+    ("acting_layers", lambda found: None, "acting_layers must return a frozenset"),
+    ("acting_layers", lambda found: frozenset({3.0}), "acting_layers must return a frozenset"),
+    ("layer_rates", tuple, "layer_rates must return a list of numbers"),
+    ("layer_rates", torch.tensor, "layer_rates must return a list of numbers"),
+    ("layer_rates", lambda found: [True, *found[1:]], "layer_rates must return a list"),
+    ("prefill_passes", list, "prefill_passes must return a tuple of lists"),
+    ("prefill_passes", lambda found: found * 2, "prefill_passes must hold 1 pass"),
+    ("prefill_passes", lambda found: (tuple(found[0]),), "prefill_passes must return a list"),
+    ("prefill_passes", lambda found: ([0.5] * 8,), "prefill_passes must end with layer_rates"),
+    ("placed", lambda found: None, "placed must return a PropagationPolicy, got None"),
+    ("placed", lambda found: attrs.evolve(found, tsp_layer=1), "placed must change nothing if"),
+    ("propagate", lambda found: [[0]], "passed_on .* must be a tensor"),
+    ("propagate", lambda found: torch.ones(1, 1), "passed_on .* must be torch.int64"),
+    ("propagate", lambda found: torch.ones(7).long(), "passed_on .* must be of shape"),
+    ("protected", lambda found: found.tolist(), "protected .* must be a tensor"),
+    ("protected", lambda found: found.float(), "protected .* must be torch.bool"),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "returns", "message"),
+    ("check", "base", "name", "returns", "message"),
     [
-        ("select", lambda found: found.tolist(), "kept .* must be a tensor"),
-        ("select", lambda found: None, "kept .* must be a tensor, got None"),
-        ("select", lambda found: found.int(), "kept .* must be torch.int64, got torch.int32"),
-        ("select", lambda found: found[0], "kept .* must be of shape"),
-        ("protected", lambda found: found.int(), "protected .* must be torch.bool"),
-        ("protected", lambda found: found[:, :1, :0], "protected .* must be of shape"),
-        ("protected", lambda found: found.tolist(), "protected .* must be a tensor"),
-        ("kept_rates", tuple, "kept_rates must return a list of numbers"),
-        ("kept_rates", lambda found: 0.1, "kept_rates must return a list of numbers, got 0.1"),
-        ("kept_rates", lambda found: ["0.1"] * len(found), "must return a list of numbers"),
-        ("kept_rates", lambda found: found[1:], r"kept_rates must be 1 fractions in \(0, 1\]"),
-    ],
-)
-def test_methods_of_a_selector(name: str, returns: Any, message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        check_selector(with_method(GQAGroupSelector, name, returns))
-
-
-@pytest.mark.parametrize(
-    ("name", "returns", "message"),
-    [
-        ("acting_layers", tuple, r"acting_layers must return a frozenset of ints, got \(3,\)"),
-        ("acting_layers", list, "acting_layers must return a frozenset"),
-        ("acting_layers", set, "acting_layers must return a frozenset"),
-        ("acting_layers", lambda found: None, "acting_layers must return a frozenset"),
-        ("acting_layers", lambda found: frozenset({3.0}), "acting_layers must return a frozenset"),
-        ("layer_rates", tuple, "layer_rates must return a list of numbers"),
-        ("layer_rates", torch.tensor, "layer_rates must return a list of numbers"),
-        ("layer_rates", lambda found: [True, *found[1:]], "layer_rates must return a list"),
-        ("prefill_passes", list, "prefill_passes must return a tuple of lists"),
-        ("prefill_passes", lambda found: found * 2, "prefill_passes must hold 1 pass"),
-        ("prefill_passes", lambda found: (tuple(found[0]),), "prefill_passes must return a list"),
-        ("prefill_passes", lambda found: ([0.5] * 8,), "prefill_passes must end with layer_rates"),
-        ("placed", lambda found: None, "placed must return a PropagationPolicy, got None"),
-        (
-            "placed",
-            lambda found: TokenSelectivePropagation(tsp_layer=1),
-            "placed must change nothing if",
+        (check_scorer, WindowMaxPoolScorer, "score", lambda found: found.numpy(), "must be a tens"),
+        *((check_selector, GQAGroupSelector, *each) for each in RETURNED_BY_SELECTORS),
+        *(
+            (check_propagation, TokenSelectivePropagation, *each)
+            for each in RETURNED_BY_PROPAGATION
         ),
-        ("propagate", lambda found: [[0]], "passed_on .* must be a tensor"),
-        ("propagate", lambda found: torch.ones(1, 1), "passed_on .* must be torch.int64"),
-        ("propagate", lambda found: torch.ones(7).long(), "passed_on .* must be of shape"),
-        ("protected", lambda found: found.tolist(), "protected .* must be a tensor"),
-        ("protected", lambda found: found.float(), "protected .* must be torch.bool"),
     ],
 )
-def test_methods_of_a_propagation_policy(name: str, returns: Any, message: str) -> None:
+def test_what_methods_return(check: Any, base: Any, name: str, returns: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        check_propagation(with_method(TokenSelectivePropagation, name, returns))
+        check(with_method(base, name, returns)())
 
 
 def test_a_restart_has_two_passes() -> None:
-    restart = with_method(RestartPropagation, "prefill_passes", lambda found: found[1:])
+    restart = with_method(RestartPropagation, "prefill_passes", lambda found: found[1:])()
     with pytest.raises(AssertionError, match="must hold 2 passes where restarts is True, got 1"):
         check_propagation(restart)
 
 
 def test_a_policy_says_at_once_that_acting_layers_are_no_frozenset() -> None:
-    propagation = with_method(TokenSelectivePropagation, "acting_layers", tuple)
+    propagation = with_method(TokenSelectivePropagation, "acting_layers", tuple)()
     policy = CachePolicy(WindowMaxPoolScorer(), KeepAllSelector(), propagation)
     with pytest.raises(TypeError, match="acting_layers of Odd.* must return a frozenset .* got"):
         policy.check_model(8)
 
 
-class CountsInTensors(GQAGroupSelector):
-    """Right in all but the dtype, and found by the type alone."""
-
-    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        return super().select(saliency, context).to(torch.int16)
-
-
-def test_indices_of_another_dtype() -> None:
-    with pytest.raises(AssertionError, match="must be torch.int64, got torch.int16"):
-        check_selector(CountsInTensors())
-
-
-def scored_by(score: Any) -> dict[str, Any]:
-    return {"score": lambda self, context: score(context)}
-
-
-def with_num_queries(count: int) -> dict[str, Any]:
-    return {"num_queries": property(lambda self: count)}
-
-
-@pytest.mark.parametrize(
-    ("base", "changed", "message"),
-    [
-        (
-            AccumulatedAttentionScorer,
-            scored_by(causal_attention_peaks),
-            "queries in two parts",
-        ),
-        (AccumulatedAttentionScorer, with_num_queries(4), "num_queries=4"),
-    ],
-)
-def test_what_scorers_declare_of_saliencies(
-    base: type, changed: dict[str, Any], message: str
-) -> None:
-    own = attrs.frozen(type("Own", (base,), changed))
-    if "score" in changed:
-        check_scorer(own())  # what is declared of the parent's score is not believed
-    with pytest.raises(AssertionError, match=message):
-        check_scorer(with_property(own, "accumulates", True))
+def test_what_scorers_declare_of_saliencies() -> None:
+    peaks = odd(
+        AccumulatedAttentionScorer, score=lambda self, context: causal_attention_peaks(context)
+    )
+    check_scorer(peaks())  # what is declared of the parent's score is not believed
+    few = with_property(AccumulatedAttentionScorer, "num_queries", 4)
+    for kind, message in ((peaks, "queries in two parts"), (few, "num_queries=4")):
+        with pytest.raises(AssertionError, match=message):
+            check_scorer(with_property(kind, "accumulates", True)())
 
 
 def test_what_selectors_declare_of_what_they_keep() -> None:
@@ -219,6 +164,6 @@ def test_what_selectors_declare_of_what_they_keep() -> None:
     given = {"retention_rate": 0.5}
     kept = GQAGroupSelector(**given).select(saliency, context)
     check_kept(GQAGroupSelector(**given), context, kept)
-    odd = attrs.evolve(with_property(GQAGroupSelector, "keeps_all", True), **given)
+    whole = with_property(GQAGroupSelector, "keeps_all", True)(**given)
     with pytest.raises(AssertionError, match="keeps_all must keep every token"):
-        check_kept(odd, context, kept)
+        check_kept(whole, context, kept)

@@ -10,7 +10,6 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import CachePolicy, KVSelector, LayerContext, PropagationPolicy, Scorer
 from kvpolicy.errors import ShapeError, UnknownPolicyError
-from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.names import GROUP
 from kvpolicy.policies import (
     FastKV,
@@ -18,40 +17,10 @@ from kvpolicy.policies import (
     KeepAllSelector,
     PassAllPropagation,
     RestartPropagation,
-    SinkAndRecentSelector,
-    TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
 from kvpolicy.registry import kind_of
-
-
-def test_a_scorer_is_needed_where_saliency_is() -> None:
-    with pytest.raises(ValueError, match="scorer must be a Scorer, since GQAGroupSelector"):
-        CachePolicy(None, GQAGroupSelector(), PassAllPropagation())
-    CachePolicy(None, SinkAndRecentSelector(), PassAllPropagation())
-
-
-def test_the_unscored_window_must_be_protected() -> None:
-    with pytest.raises(ValueError, match="must be at least 8, .* got 4"):
-        CachePolicy(WindowMaxPoolScorer(8), GQAGroupSelector(window_size=4), PassAllPropagation())
-    with pytest.raises(ValueError, match="TokenSelectivePropagation"):
-        CachePolicy(
-            WindowMaxPoolScorer(8), GQAGroupSelector(), TokenSelectivePropagation(window_size=7)
-        )
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        ("scorer", GQAGroupSelector(), PassAllPropagation()),
-        (None, WindowMaxPoolScorer(), PassAllPropagation()),
-        (None, SinkAndRecentSelector, PassAllPropagation()),
-        (None, SinkAndRecentSelector(), None),
-    ],
-)
-def test_parts_of_the_wrong_kind(parts: Any) -> None:
-    with pytest.raises(TypeError, match="must be a (Scorer|KVSelector|PropagationPolicy), got"):
-        CachePolicy(*parts)
+from tests.contexts import layer_context
 
 
 def test_budgets_of_one_name_are_told_apart_by_their_parts() -> None:
@@ -165,17 +134,7 @@ def test_what_is_no_part_is_refused() -> None:
 
 
 def layer() -> LayerContext:
-    return LayerContext(
-        layer_idx=0,
-        num_layers=2,
-        queries=torch.randn(1, 6, 3, 5),
-        keys=torch.randn(1, 2, 11, 5),
-        values=torch.randn(1, 2, 11, 5),
-        positions=torch.arange(11).expand(1, 2, 11),
-        new_valid=torch.ones(1, 11, dtype=torch.bool),
-        seen_len=(11,),
-        attention=AttentionSettings(1.0),
-    )
+    return layer_context(torch.randn(1, 2, 11, 5), queries=torch.randn(1, 6, 3, 5))
 
 
 @attrs.frozen

@@ -49,15 +49,16 @@ def _forget_warnings() -> Iterator[None]:
     registry._warn_of.cache_clear()
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *broken: str) -> None:
+def install(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
+    """Entries of another package beside our own, by name."""
     own = list(entry_points(group=GROUP))
-    entries = [EntryPoint(name, BROKEN[name], GROUP) for name in broken]
+    entries = [EntryPoint(name, place, GROUP) for name, place in more.items()]
     monkeypatch.setattr("kvpolicy.names.entry_points", lambda group: [*entries, *own])
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_entry_is_named_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    install(monkeypatch, name)
+    install(monkeypatch, **{name: BROKEN[name]})
     with pytest.warns(UserWarning, match=f"entry {name} = '{BROKEN[name]}' .* is ignored") as said:
         everything = kvpolicy.registered()
     assert len(said) == 1
@@ -71,7 +72,7 @@ def test_a_broken_entry_is_named_once(monkeypatch: pytest.MonkeyPatch, name: str
 def test_policies_are_described_and_built_beside_broken_entries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    install(monkeypatch, *BROKEN)
+    install(monkeypatch, **BROKEN)
     with pytest.warns(UserWarning, match="is ignored") as said:
         assert from_description(describe(SnapKV(0.3))) == SnapKV(0.3)
     assert len(said) == len(BROKEN)
@@ -97,9 +98,7 @@ def test_declared_names_are_the_registered_ones() -> None:
 
 def test_another_packages_names_are_left_to_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only its code says whether an entry is a policy or a part."""
-    own = list(entry_points(group=GROUP))
-    theirs = EntryPoint("mine", "kvpolicy.policies.methods.snapkv:SnapKV", GROUP)
-    monkeypatch.setattr("kvpolicy.names.entry_points", lambda group: [theirs, *own])
+    install(monkeypatch, mine="kvpolicy.policies.methods.snapkv:SnapKV")
     check_declared({"policy": ["mine", "zzz"], "selector": ["mine"]})
     check_names({"policy": ["mine"]})
     with pytest.raises(UnknownPolicyError, match="policy is named 'zzz'; known: adakv.* mine, "):
@@ -130,9 +129,7 @@ def test_classes_names_wherever_a_policy_is_named() -> None:
 
 
 def test_a_name_that_could_be_two_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = EntryPoint("snap_kv", "kvpolicy.policies.methods.tova:TOVA", GROUP)
-    own = list(entry_points(group=GROUP))
-    monkeypatch.setattr("kvpolicy.names.entry_points", lambda group: [theirs, *own])
+    install(monkeypatch, snap_kv="kvpolicy.policies.methods.tova:TOVA")
     assert kvpolicy.build("snap-kv") == TOVA()
     assert kvpolicy.build("snapkv") == SnapKV()
     for other in ("SnapKV", "SNAP_KV"):

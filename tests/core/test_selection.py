@@ -18,19 +18,6 @@ def flags(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.bool)[None, None]
 
 
-def test_protected_take_their_places_first_whatever_their_score() -> None:
-    saliency = torch.tensor([[[0.9, 0.8, 0.7, -5.0, float("-inf")]]])
-    kept = select_top(saliency, [3], valid=flags(1, 1, 1, 1, 1), protected=flags(0, 0, 0, 1, 1))
-    assert kept.tolist() == [[[0, 3, 4]]]
-
-
-def test_among_equals_the_earlier_wins() -> None:
-    saliency = torch.tensor([[[1.0, 2.0, 2.0, 2.0, 1.0, 1.0]]])
-    for count, expected in [(1, [1]), (2, [1, 2]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 4])]:
-        kept = select_top(saliency, [count], valid=flags(*[1] * 6), protected=flags(*[0] * 6))
-        assert kept.tolist() == [[expected]]
-
-
 def test_padding_is_never_chosen_and_short_rows_are_filled_on_the_left() -> None:
     saliency = torch.tensor([[[9.0, 9.0, 1.0, 2.0]], [[4.0, 3.0, 2.0, 1.0]]])
     valid = torch.cat([flags(0, 0, 1, 1), flags(1, 1, 1, 1)])
@@ -45,10 +32,7 @@ def test_the_lowest_scores_still_beat_padding_and_protection_is_not_taken_twice(
     assert kept.tolist() == [[[1, 2, 3]]]
 
 
-@given(
-    scores=st.lists(st.integers(0, 3), min_size=1, max_size=12),
-    data=st.data(),
-)
+@given(scores=st.lists(st.integers(0, 3), min_size=1, max_size=12), data=st.data())
 def test_against_sorting_in_plain_python(scores: list[int], data: st.DataObject) -> None:
     size = len(scores)
     bools = st.lists(st.booleans(), min_size=size, max_size=size)

@@ -1,6 +1,7 @@
 """The contract tests find what they are there to find."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import pytest
@@ -23,6 +24,7 @@ from kvpolicy.testing import check_propagation, check_scorer, check_selector
 from kvpolicy.testing.draws import FIRST, FixedDraws
 from kvpolicy.testing.strategies import draw_context
 from tests.contexts import with_layer
+from tests.core.odd import odd, with_method, with_property
 
 
 class Modifying(WindowMaxPoolScorer):
@@ -32,42 +34,39 @@ class Modifying(WindowMaxPoolScorer):
         return saliency
 
 
-class HalfPrecision(WindowMaxPoolScorer):
-    def score(self, context: LayerContext) -> Tensor:
-        return super().score(context).bfloat16()
+def of_this_process(base: Any, name: str) -> Any:
+    """A kind of part that takes the heads of one process for all."""
+
+    def method(self: Any, *given: Any) -> Any:
+        *saliency, context = given
+        return getattr(base, name)(self, *saliency, with_layer(context, heads=Heads()))
+
+    return odd(base, **{name: method})
 
 
-class ColumnOfTheBatch(WindowMaxPoolScorer):
-    """Scores by column, so that padding counts as text."""
-
-    def score(self, context: LayerContext) -> Tensor:
-        return super().score(context) + torch.arange(context.key_len) / context.key_len
+def scored(change: Any) -> Any:
+    return with_method(WindowMaxPoolScorer, "score", change)(3)
 
 
-class SwappedAxes(WindowMaxPoolScorer):
-    def score(self, context: LayerContext) -> Tensor:
-        return super().score(context).transpose(1, 2)
-
-
-class NotANumber(WindowMaxPoolScorer):
-    def score(self, context: LayerContext) -> Tensor:
-        saliency = super().score(context)
-        return saliency / (saliency.sum(dim=-1, keepdim=True) > 0)
+def by_column(found: Tensor) -> Tensor:
+    """Padding counts as text."""
+    return found + torch.arange(found.shape[-1]) / found.shape[-1]
 
 
 @pytest.mark.parametrize(
     ("scorer", "message"),
     [
-        (Modifying, "must not modify the context"),
-        (HalfPrecision, "must be float32"),
-        (ColumnOfTheBatch, "the same saliency as without padding"),
-        (SwappedAxes, "saliency must be"),
-        (NotANumber, "must be finite"),
+        (Modifying(3), "must not modify the context"),
+        (scored(Tensor.bfloat16), "must be float32"),
+        (scored(by_column), "the same saliency as without padding"),
+        (scored(lambda found: found.transpose(1, 2)), "saliency must be"),
+        (scored(lambda found: found / (found.sum(dim=-1, keepdim=True) > 0)), "must be finite"),
+        (of_this_process(RandomScorer, "score")(), "get the same saliency as in the whole layer"),
     ],
 )
-def test_broken_scorers(scorer: type[WindowMaxPoolScorer], message: str) -> None:
+def test_broken_scorers(scorer: Scorer, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        check_scorer(scorer(window_size=3))
+        check_scorer(scorer)
 
 
 class IgnoresPadding(GQAGroupSelector):
@@ -90,28 +89,6 @@ class ProtectsByScore(GQAGroupSelector):
         return select_top(inflated, budgets, valid=valid, protected=torch.zeros_like(valid))
 
 
-class Unsorted(GQAGroupSelector):
-    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        return super().select(saliency, context).flip(-1)
-
-
-class OneTooMany(GQAGroupSelector):
-    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        seen_len = tuple(length + 4 for length in context.seen_len)
-        return super().select(saliency, attrs.evolve(context, seen_len=seen_len))
-
-
-class LeastSalient(GQAGroupSelector):
-    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        assert saliency is not None
-        return super().select(-saliency, context)
-
-
-class RowZeroForAll(GQAGroupSelector):
-    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        return super().select(saliency, context)[:1].expand(context.batch, -1, -1)
-
-
 class SaysOneMore(GQAGroupSelector):
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         counts = super().kept_counts(context)
@@ -121,28 +98,54 @@ class SaysOneMore(GQAGroupSelector):
         return super().select(saliency, attrs.evolve(context, held_len=None))
 
 
-class TrustsLengths(GQAGroupSelector):
-    """Keeps fewer where it knows how many there are."""
+def selected(select: Any) -> Any:
+    return odd(GQAGroupSelector, select=select)(0.3, window_size=3)
 
-    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        return super().select(saliency, context)[..., int(context._held_len is not None) :]
+
+def one_too_many(self: Any, saliency: Tensor, context: LayerContext) -> Tensor:
+    seen_len = tuple(length + 4 for length in context.seen_len)
+    return GQAGroupSelector.select(self, saliency, attrs.evolve(context, seen_len=seen_len))
+
+
+def least_salient(self: Any, saliency: Tensor, context: LayerContext) -> Tensor:
+    return GQAGroupSelector.select(self, -saliency, context)
+
+
+def row_zero_for_all(self: Any, saliency: Tensor, context: LayerContext) -> Tensor:
+    return GQAGroupSelector.select(self, saliency, context)[:1].expand(context.batch, -1, -1)
+
+
+def trusts_lengths(self: Any, saliency: Tensor, context: LayerContext) -> Tensor:
+    """Keeps fewer where it knows how many there are."""
+    known = int(context._held_len is not None)
+    return GQAGroupSelector.select(self, saliency, context)[..., known:]
 
 
 @pytest.mark.parametrize(
     ("selector", "message"),
     [
-        (SaysOneMore, "kept_counts must return how many tokens select keeps"),
-        (TrustsLengths, "whether held_len is known or not"),
-        (ProtectsByScore, "protected tokens"),
-        (Unsorted, "ascending and unique|-1 may come only before"),
-        (OneTooMany, "exactly"),
-        (LeastSalient, "outscore"),
-        (RowZeroForAll, "padding|exactly|protected|outscore|the same tokens as without padding"),
+        (SaysOneMore(0.3, window_size=3), "kept_counts must return how many tokens select keeps"),
+        (selected(trusts_lengths), "whether held_len is known or not"),
+        (ProtectsByScore(0.3, window_size=3), "protected tokens"),
+        (
+            with_method(GQAGroupSelector, "select", lambda found: found.flip(-1))(0.3),
+            "ascending and unique|-1 may come only before",
+        ),
+        (selected(one_too_many), "exactly"),
+        (selected(least_salient), "outscore"),
+        (
+            selected(row_zero_for_all),
+            "padding|exactly|protected|outscore|the same tokens as without padding",
+        ),
+        (
+            of_this_process(AdaptiveHeadSelector, "select")(0.3, window_size=1, floor=0.0),
+            "keep the same tokens as in the whole layer",
+        ),
     ],
 )
-def test_broken_selectors(selector: type[GQAGroupSelector], message: str) -> None:
+def test_broken_selectors(selector: KVSelector, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        check_selector(selector(0.3, window_size=3))
+        check_selector(selector)
 
 
 def test_a_selector_that_takes_padding_for_tokens() -> None:
@@ -158,62 +161,6 @@ class DropsOldTokens(TokenSelectivePropagation):
         assert saliency is not None
         wrong = saliency.roll(context.key_len - context.new_len + 1, dims=-1)
         return super().propagate(wrong, context)
-
-
-class PassesAll(TokenSelectivePropagation):
-    def propagate(self, saliency: Tensor | None, context: LayerContext) -> None:
-        return None
-
-
-class OutsideTheModel(TokenSelectivePropagation):
-    def acting_layers(self, num_layers: int) -> frozenset[int]:
-        return frozenset({num_layers})
-
-
-class DropsTheLastToken(TokenSelectivePropagation):
-    """Nothing is protected, so that the last token has to score to go on."""
-
-    @property
-    def protected_tail(self) -> int:
-        return 0
-
-
-class ActsNowhere(TokenSelectivePropagation):
-    def acting_layers(self, num_layers: int) -> frozenset[int]:
-        return frozenset()
-
-    def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        return [1.0] * num_layers
-
-
-class MeanOfTheHeadsHere(TokenSelectivePropagation):
-    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        return super().propagate(saliency, with_layer(context, heads=Heads()))
-
-
-class ForgetsItsRates(TokenSelectivePropagation):
-    def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        return [1.0] * num_layers
-
-
-class RanksTheHeadsHere(AdaptiveHeadSelector):
-    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        return super().select(saliency, with_layer(context, heads=Heads()))
-
-
-def test_a_selector_that_compares_the_heads_of_one_process_only() -> None:
-    with pytest.raises(AssertionError, match="keep the same tokens as in the whole layer"):
-        check_selector(RanksTheHeadsHere(0.3, window_size=1, floor=0.0))
-
-
-class NumbersTheHeadsHere(RandomScorer):
-    def score(self, context: LayerContext) -> Tensor:
-        return super().score(with_layer(context, heads=Heads()))
-
-
-def test_a_scorer_that_numbers_the_heads_of_one_process_only() -> None:
-    with pytest.raises(AssertionError, match="get the same saliency as in the whole layer"):
-        check_scorer(NumbersTheHeadsHere())
 
 
 class OnePerHead(KVSelector):
@@ -262,59 +209,64 @@ class BudgetOfTheLongestRow(GlobalThresholdSelector):
         return super().select_together(saliencies, longest)
 
 
-class HeadsOfThisProcess(GlobalThresholdSelector):
-    def select_together(
-        self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
-    ) -> list[Tensor]:
-        alone = [with_layer(each, heads=Heads()) for each in contexts]
-        return super().select_together(saliencies, alone)
+def heads_of_this_process(self: Any, saliencies: Any, contexts: Sequence[LayerContext]) -> Any:
+    alone = [with_layer(each, heads=Heads()) for each in contexts]
+    return GlobalThresholdSelector.select_together(self, saliencies, alone)
 
 
 @pytest.mark.parametrize(
-    ("selector", "message"),
+    ("kind", "message"),
     [
         (ThresholdOfEachLayer, "no dropped token of any layer may outscore"),
         (BudgetOfTheLongestRow, "a padded row must keep the same tokens as without padding"),
-        (HeadsOfThisProcess, "in a process of its own"),
+        (
+            odd(GlobalThresholdSelector, select_together=heads_of_this_process),
+            "in a process of its own",
+        ),
+        (
+            with_property(GlobalThresholdSelector, "decides_together", False),
+            "select_together must raise TypeError",
+        ),
     ],
 )
-def test_broken_choices_of_all_layers(
-    selector: type[GlobalThresholdSelector], message: str
-) -> None:
+def test_broken_choices_of_all_layers(kind: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        check_selector(selector(0.3, window_size=1))
-
-
-class SilentlyTogether(GlobalThresholdSelector):
-    @property
-    def decides_together(self) -> bool:
-        return False
-
-
-def test_a_selector_that_does_not_say_that_it_decides_together() -> None:
-    with pytest.raises(AssertionError, match="select_together must raise TypeError"):
-        check_selector(SilentlyTogether(0.3))
+        check_selector(kind(0.3, window_size=1))
 
 
 def test_a_selector_without_one_budget_passes() -> None:
     check_selector(OnePerHead())
 
 
+def whole(self: Any, num_layers: int, context_len: int | None = None) -> list[float]:
+    return [1.0] * num_layers
+
+
+TSP = TokenSelectivePropagation
+
+
 @pytest.mark.parametrize(
-    ("propagation", "message"),
+    ("kind", "message"),
     [
-        (DropsTheLastToken, r"the last token, \d+, must go on"),
-        (ActsNowhere, "acting_layers must name"),
-        (ForgetsItsRates, "layer_rates must be below 1"),
+        # Nothing is protected, so that the last token has to score to go on.
+        (with_property(TSP, "protected_tail", 0), r"the last token, \d+, must go on"),
+        (
+            odd(TSP, acting_layers=lambda self, num_layers: frozenset(), layer_rates=whole),
+            "acting_layers must name",
+        ),
+        (odd(TSP, layer_rates=whole), "layer_rates must be below 1"),
         (DropsOldTokens, "outscore"),
-        (PassesAll, "but propagate returned None"),
-        (MeanOfTheHeadsHere, "same tokens"),
-        (OutsideTheModel, "acting_layers must lie in the model"),
+        (with_method(TSP, "propagate", lambda found: None), "but propagate returned None"),
+        (of_this_process(TSP, "propagate"), "same tokens"),
+        (
+            odd(TSP, acting_layers=lambda self, num_layers: frozenset({num_layers})),
+            "acting_layers must lie in the model",
+        ),
     ],
 )
-def test_broken_propagation(propagation: type[TokenSelectivePropagation], message: str) -> None:
+def test_broken_propagation(kind: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        check_propagation(propagation(tsp_rate=0.3, window_size=2))
+        check_propagation(kind(tsp_rate=0.3, window_size=2))
 
 
 def test_only_components_of_the_kind() -> None:
@@ -328,20 +280,19 @@ def test_a_fault_is_shown_where_it_is_first_found() -> None:
     """Only `shrink` asks for the smallest layer; without it few layers are tried."""
     calls = []
 
-    class Counted(LeastSalient):
-        def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-            calls.append(context.batch)
-            return super().select(saliency, context)
+    def counted(self: Any, saliency: Tensor, context: LayerContext) -> Tensor:
+        calls.append(context.batch)
+        return least_salient(self, saliency, context)
 
     with pytest.raises(AssertionError, match="outscore") as caught:
-        check_selector(Counted(0.3, window_size=3))
+        check_selector(selected(counted))
     at_first = len(calls)
     assert at_first < 20
     notes = " ".join(caught.value.__notes__)
     assert "query heads" in notes
     assert "shrink=True" in notes
     with pytest.raises(AssertionError, match="outscore"):
-        check_selector(Counted(0.3, window_size=3), shrink=True)
+        check_selector(selected(counted), shrink=True)
     assert len(calls) > 2 * at_first
 
 

@@ -1,12 +1,9 @@
 """Parts can be held against the contract where hypothesis is not installed."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import python
+
 BLOCKED = """
 import importlib.abc, sys
 
@@ -63,15 +60,7 @@ print(any(name.split(".")[0] == "hypothesis" for name in sys.modules))
 @pytest.fixture(scope="module")
 def said() -> list[str]:
     """What the checks say of right and of broken parts, where hypothesis cannot be imported."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", BLOCKED + SCRIPT],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return python("-W", "error", "-c", BLOCKED + SCRIPT).stdout.splitlines()
 
 
 def test_right_parts_pass(said: list[str]) -> None:

@@ -19,6 +19,13 @@ def fails(result: tuple[int, str, str], status: int, said: str) -> None:
     assert said in lines[0]
 
 
+def works(result: tuple[int, str, str]) -> str:
+    """What a command prints that succeeds and has no messages."""
+    status, shown, err = result
+    assert (status, err) == (0, "")
+    return shown
+
+
 NEEDLE = Path(__file__).parents[1] / "needle/weights"
 """The folder of a small trained model, whose vocabulary is f1, f2, ... and s1, s2, ..."""
 

@@ -1,14 +1,12 @@
 """Names of models: paths that are none are refused at once; all else is left to the Hub."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kvpolicy.evaluation import model_names
 from kvpolicy.evaluation.model_names import check_model_name
+from tests.evaluation.commands.test_light import run_lines
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +45,6 @@ def test_refuses_what_a_folder_lacks() -> None:
 
 
 def test_the_command_refuses_them_without_imports_and_network() -> None:
-    script = (
-        "import json, sys; from kvpolicy.evaluation.cli import main\n"
-        "found = [main(line) for line in json.loads(sys.argv[1])]\n"
-        "heavy = [each for each in ('torch', 'transformers') if each in sys.modules]\n"
-        "print(json.dumps([found, heavy]))"
-    )
     lines = [
         ["check", "./x"],
         ["check", "models/x"],
@@ -60,11 +52,6 @@ def test_the_command_refuses_them_without_imports_and_network() -> None:
         ["eval", "-t", "x", "--out", "o", "--model", "/x"],
         ["generate", "--prompt", "x", "--model", "./x"],
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(lines)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(done.stdout) == [[1] * len(lines), []]
-    assert done.stderr.count("does not exist") == len(lines)
+    statuses, heavy, said = run_lines(lines)
+    assert (statuses, heavy) == ([1] * len(lines), [])
+    assert said.count("does not exist") == len(lines)

@@ -53,10 +53,7 @@ POLICIES: dict[str, tuple[CachePolicy | None, reference.Method]] = {
             tsp_layer=1, tsp_rate=0.5, retention_rate=0.3, window_size=4, kernel_size=3
         ),
     ),
-    "stream": (
-        StreamingLLM(retention_rate=0.2),
-        reference.StreamingLLM(retention_rate=0.2),
-    ),
+    "stream": (StreamingLLM(retention_rate=0.2), reference.StreamingLLM(retention_rate=0.2)),
 }
 POLICY = {name: policy for name, (policy, _) in POLICIES.items()}
 
@@ -79,7 +76,7 @@ def dense_rows(model: PreTrainedModel, each: Asked, method: Any, later: bool) ->
     if not later:
         prompt, after = (*each.document_ids, *each.question_ids), each.answer_ids[:-1]
     turn = ReferenceState(model, method).turn(prompt, len(after), after)
-    rows = torch.cat([turn.prefill_logits[None], turn.decode_logits])[-len(each.answer_ids) :]
+    rows = turn.logits[-len(each.answer_ids) :]
     return rows.double().softmax(-1).log()
 
 
@@ -145,18 +142,24 @@ def test_full_context_is_no_policy(model: PreTrainedModel, asked: list[Asked], l
         assert own.held_bytes == own.full_bytes > 0
 
 
-def test_an_answer_goes_on_where_it_leaves_the_right_one(
-    model: PreTrainedModel, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens of the right answer are read for their probability, and not decoded again."""
-    read: list[int] = []
+@pytest.fixture
+def appended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows and tokens of each call that appends to a cache."""
+    sizes: list[tuple[int, int]] = []
     real = scoring.append
 
-    def counted(model: Any, cache: Any, ids: Sequence[Sequence[int]], **more: Any) -> Tensor:
-        read.append(len(ids[0]))
+    def noted(model: Any, cache: Any, ids: Sequence[Sequence[int]], **more: Any) -> Tensor:
+        sizes.append((len(ids), len(ids[0])))
         return real(model, cache, ids, **more)
 
-    monkeypatch.setattr(scoring, "append", counted)
+    monkeypatch.setattr(scoring, "append", noted)
+    return sizes
+
+
+def test_an_answer_goes_on_where_it_leaves_the_right_one(
+    model: PreTrainedModel, asked: list[Asked], appended: list[tuple[int, int]]
+) -> None:
+    """Tokens of the right answer are read for their probability, and not decoded again."""
     (each,) = asked[:1]
     said = dense_answer(model, each, reference.FullContext(), later=False)
     wrong = (said[2] + 1) % 90 + 1
@@ -165,38 +168,34 @@ def test_an_answer_goes_on_where_it_leaves_the_right_one(
         ((*said[:2], wrong, 5, 5), [4, 1, 1, 1]),  # two agree, the third is known
         ((wrong, 5), [1, 1, 1, 1, 1, 1]),
     ):
-        read.clear()
+        appended.clear()
         made = attrs.evolve(each, answer_ids=tuple(right))
         (own,) = outcomes(model, char_tokenizer(), [made], {"all": None})
         assert own.text == char_tokenizer().decode(said)
-        assert read == count
+        assert [tokens for _, tokens in appended] == count
 
 
 def test_answers_of_one_prompt_are_decoded_together(
-    model: PreTrainedModel, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel,
+    asked: list[Asked],
+    appended: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The rows' texts and probabilities are those of policies asked one at a time."""
-    batches: list[int] = []
-    real = scoring.append
-
-    def counted(model: Any, cache: Any, ids: Sequence[Sequence[int]], **more: Any) -> Tensor:
-        batches.append(len(ids))
-        return real(model, cache, ids, **more)
-
     rates = (0.1, 0.2, 0.3, 0.5, 0.8)
     policies = {f"ada {rate}": AdaKV(rate, window_size=2) for rate in rates}
     policies["gem"] = GemFilter(0.4, filter_layer=1)
     said = dense_answer(model, asked[0], reference.FullContext(), later=False)
     asked = [attrs.evolve(asked[0], answer_ids=tuple(said[:4])), asked[1]]
-    monkeypatch.setattr(scoring, "append", counted)
     texts = [it.text for it in outcomes(model, char_tokenizer(), asked, policies)]
+    batches = [rows for rows, _ in appended]
     assert max(batches) == len(policies)
     assert 3 in batches  # answers that agree with the right one are decoded from there
     ends = {each for text in texts[-6:-2] for each in char_tokenizer()(text[1]).input_ids}
     monkeypatch.setattr(scoring, "_ends", lambda *_: ends)
-    batches.clear()
+    appended.clear()
     found = list(outcomes(model, char_tokenizer(), asked, policies))
-    assert 2 in batches  # answers that have ended are left out
+    assert 2 in [rows for rows, _ in appended]  # answers that have ended are left out
     for own in found:
         if own.policy != FULL:
             alone = outcomes(model, char_tokenizer(), asked, {own.policy: policies[own.policy]})

@@ -1,6 +1,5 @@
 """Text that comes with Python: complete, in an order that only the seed decides."""
 
-import subprocess
 import sys
 import types
 from itertools import islice
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvpolicy.evaluation import texts
 from kvpolicy.evaluation.texts import documentation, sources, words_of
+from tests.processes import python
 
 
 @given(st.text("ab \n\t.", max_size=30))
@@ -46,16 +46,7 @@ def test_another_process_reads_the_same() -> None:
         "read = [*islice(documentation(Random('x 1')), 900), *map(str, sources())]\n"
         "print(hashlib.sha256(''.join(read).encode()).hexdigest())"
     )
-    found = [
-        subprocess.run(
-            [sys.executable, "-c", script],
-            env={"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
+    found = [python("-c", script, env={"PYTHONHASHSEED": seed}).stdout for seed in ("1", "2")]
     assert found[0] == found[1]
 
 

@@ -33,12 +33,7 @@ def _trained() -> str:
 
 
 def tiny_tokenizer(*, chat: str | None = None, special: bool = False) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes and a few merges, without a padding token.
-
-    Args:
-        chat: Its chat template.
-        special: Whether it puts a token before and one behind a text.
-    """
+    """A tokenizer of bytes and a few merges, without a padding token."""
     tokenizer = Tokenizer.from_str(_trained())
     ends = {}
     if special:

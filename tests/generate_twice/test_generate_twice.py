@@ -65,7 +65,6 @@ def test_policies_that_keep_everything_agree(
     model: PreTrainedModel, record: Record, kwargs: dict[str, Any]
 ) -> None:
     generate(model, **kwargs)
-
     assert [(each.policy, each.outcome) for each in record.comparisons] == [
         (name, "same") for name in POLICIES
     ]
@@ -76,10 +75,8 @@ def test_policies_that_keep_everything_agree(
 def test_policy_that_evicts_differs(model: PreTrainedModel) -> None:
     record = Record()
     policies = {"evicts": lambda _: PolicyCache(StreamingLLM(0.4))}
-
     with generating_twice(record, policies):
         output = generate(model, **ALL)
-
     [comparison] = record.comparisons
     assert comparison.outcome == "differs"
     assert comparison.differs is not None
@@ -114,7 +111,6 @@ def test_one_number_that_is_changed_is_found(
     record = Record()
     with generating_twice(record):
         generate(model, **ALL)
-
     assert [list(each.differs or {}) for each in record.comparisons] == [[field]] * len(POLICIES)
     assert record.exit_status == 1
 
@@ -132,14 +128,12 @@ def test_difference_that_any_given_cache_makes_is_not_the_policys(
     record = Record()
     with generating_twice(record):
         generate(model)
-
     assert {each.outcome for each in record.comparisons} == {"given"}
     assert record.exit_status == 0
 
 
 def test_refused_call_is_counted_by_its_reason(model: PreTrainedModel, record: Record) -> None:
     output = generate(model, assistant_model=model, max_new_tokens=3, **ALL, ids=IDS[:1])
-
     assert output.sequences.shape == (1, 11 + 3)
     assert {each.outcome for each in record.comparisons} == {"refused"}
     assert record.comparisons[0].refused is not None
@@ -156,7 +150,6 @@ def test_error_inside_is_no_refusal(model: PreTrainedModel) -> None:
     record = Record()
     with generating_twice(record, {"broken": lambda _: Broken(StreamingLLM(0.4))}):
         generate(model)
-
     assert [each.differs for each in record.comparisons] == [{"raises": "IndexError: broken"}]
     assert record.exit_status == 1
 
@@ -173,7 +166,6 @@ def test_calls_without_a_dynamic_cache_of_their_own_are_left_out(
     model: PreTrainedModel, record: Record, kwargs: dict[str, Any], reason: str
 ) -> None:
     generate(model, **kwargs)
-
     assert not record.comparisons
     assert [why for _, why in record.left_out] == [reason]
 
@@ -181,7 +173,6 @@ def test_calls_without_a_dynamic_cache_of_their_own_are_left_out(
 def test_call_that_raises_still_raises(model: PreTrainedModel, record: Record) -> None:
     with pytest.raises(ValueError, match="num_return_sequences"):
         generate(model, num_return_sequences=2)
-
     assert not record.comparisons
     assert record.left_out[0][1].startswith("the call itself raises ValueError")
 
@@ -189,9 +180,7 @@ def test_call_that_raises_still_raises(model: PreTrainedModel, record: Record) -
 def test_padding_on_the_right_is_moved(model: PreTrainedModel, record: Record) -> None:
     mask = torch.ones_like(IDS)
     mask[1, 7:] = 0
-
     generate(model, attention_mask=mask, **ALL)
-
     assert [(each.outcome, each.moved) for each in record.comparisons] == [("same", True)] * 3
 
 
@@ -199,9 +188,7 @@ def test_moved_rows_by_hand() -> None:
     """A column of padding alone is left out."""
     ids = torch.tensor([[1, 2, 3, 9], [4, 5, 6, 9], [7, 8, 9, 9]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 0, 1, 0]])
-
     moved = Arguments((ids,), {"attention_mask": mask, "num_beams": 2}).padded_left()
-
     assert moved.positional[0].tolist() == [[1, 2, 3], [6, 9, 4], [9, 7, 9]]
     assert moved.named["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
     assert moved.named["num_beams"] == 2
@@ -226,9 +213,7 @@ def test_settings_of_an_assistant_are_as_its_own_call_left_them(
     assistant = tiny_model("llama", seed=2)
     settings = assistant.generation_config
     settings.num_assistant_tokens_schedule = "heuristic"
-
     generate(model, assistant_model=assistant, ids=IDS[:1])
-
     assert assistant.generation_config is settings
     assert {each.outcome for each in record.comparisons} == {"same"}
 
@@ -237,7 +222,6 @@ def test_generate_is_itself_again_afterwards() -> None:
     before = GenerationMixin.generate, GenerationMixin._prepare_cache_for_generation
     with generating_twice(Record()):
         assert GenerationMixin.generate is not before[0]
-
     assert (GenerationMixin.generate, GenerationMixin._prepare_cache_for_generation) == before
 
 
@@ -246,7 +230,6 @@ def test_hidden_states_of_padding_are_not_compared() -> None:
     own = {"sequences": torch.zeros(1, 3), "hidden_states": ((torch.zeros(1, 3, 2),),)}
     at_padding, at_token = torch.zeros(1, 3, 2), torch.zeros(1, 3, 2)
     at_padding[0, 0], at_token[0, 1] = 1.0, 1.0
-
     assert not differences(own, {**own, "hidden_states": ((at_padding,),)}, mask)
     assert differences(own, {**own, "hidden_states": ((at_token,),)}, mask) == {
         "hidden_states": "off by 1.0e+00[0][0]"
@@ -262,7 +245,6 @@ def test_hidden_states_of_padding_are_not_compared() -> None:
 def test_attentions_under_a_window_may_have_fewer_columns() -> None:
     narrow, wide = torch.tensor([[[[0.4, 0.6]]]]), torch.tensor([[[[0.0, 0.4, 0.6]]]])
     other = torch.tensor([[[[0.1, 0.3, 0.6]]]])
-
     assert not differences({"attentions": ((narrow,),)}, {"attentions": ((wide,),)}, None)
     assert differences({"attentions": ((narrow,),)}, {"attentions": ((other,),)}, None) == {
         "attentions": "off by 1.0e-01[0][0]"
@@ -271,7 +253,6 @@ def test_attentions_under_a_window_may_have_fewer_columns() -> None:
 
 def test_minus_infinity_of_processed_scores() -> None:
     low = torch.tensor([[-torch.inf, 1.0]])
-
     assert not differences({"scores": (low,)}, {"scores": (low.clone(),)}, None)
     assert differences({"scores": (low,)}, {"scores": (low.flip(1),)}, None) == {
         "scores": "off by inf[0]"
@@ -281,9 +262,7 @@ def test_minus_infinity_of_processed_scores() -> None:
 def test_account_names_what_differs() -> None:
     test = "tests/models/gpt_oss/test_modeling_gpt_oss.py::A::test_b"
     record = Record([Comparison(test, "fixed", False, {"logits": "off by 1"})], [("t", "static")])
-
     lines = list(record.lines())
-
     assert "gpt_oss      fixed                       0        1        0        0" in lines
     assert f"  {test} [fixed] logits: off by 1" in lines
     assert "     1  static" in lines
@@ -341,7 +320,6 @@ def test_command_runs_a_checkouts_tests(tmp_path: Path) -> None:
     done = subprocess.run(
         [*map(str, command), "--out", str(tmp_path / "out.json")], capture_output=True, text=True
     )
-
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 failed, 1 passed, 1 deselected" in done.stdout
     assert "llama        full_context                2        0        0        0" in done.stdout
@@ -351,7 +329,6 @@ def test_command_runs_a_checkouts_tests(tmp_path: Path) -> None:
 def test_command_refuses_another_version_and_half_a_checkout(tmp_path: Path) -> None:
     script = _script()
     checkout = _checkout(tmp_path, version="5.0.0")
-
     with pytest.raises(ValueError, match=r"installed, .*, got 5\.0\.0; run `git checkout v"):
         script.check_version(checkout)
     with pytest.raises(ValueError, match=r"has no tests/models/qwen2/test_modeling_qwen2\.py"):

@@ -6,6 +6,8 @@ that a link leads to, which the model finds two layers later. The model is a Lla
 query and 2 KV heads of 16, trained by ``training/needle`` of the revision ``cb518e3c``.
 """
 
+# ruff: noqa: F401 (the names are those of the package)
+
 from tests.needle.task import (
     MODEL_DIR,
     NeedlePrompt,
@@ -17,15 +19,3 @@ from tests.needle.task import (
     text_of,
     write_questions,
 )
-
-__all__ = [
-    "MODEL_DIR",
-    "NeedlePrompt",
-    "NeedleTask",
-    "exact_match",
-    "load_model",
-    "load_tokenizer",
-    "needle_prompts",
-    "text_of",
-    "write_questions",
-]

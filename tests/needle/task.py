@@ -68,15 +68,6 @@ class NeedleTask:
     differ in the question only, and with the same seed they hide the same pairs in the same places.
     All symbols of a prompt are distinct, apart from a link's target.
 
-    Args:
-        context_len: exact prompt length in tokens.
-        hops: 1 or 2.
-        num_pairs: key-value pairs in a prompt, and as many links, one to each pair; 1 to 25.
-
-    Raises:
-        ValueError: if a value is out of range, or ``context_len`` leaves no room for the pairs and
-            the question.
-
     Example:
         >>> task = NeedleTask(context_len=64, hops=2, num_pairs=4)
         >>> prompt = task.prompts(1)[0]
@@ -112,16 +103,6 @@ class NeedleTask:
         """Draw ``count`` needle prompts from a seed.
 
         The same seed gives the same prompts, and a longer list starts with the shorter one.
-
-        Args:
-            count: number of prompts, at least 0.
-            seed: any integer; torch's and Python's global generators play no part.
-
-        Returns:
-            The prompts, in the order they were drawn.
-
-        Raises:
-            ValueError: if ``count`` is negative.
 
         Example:
             >>> task = NeedleTask(context_len=64, num_pairs=4)
@@ -213,10 +194,6 @@ def write_questions(file: Path, prompts: Sequence[NeedlePrompt]) -> Path:
 def exact_match(generated: Sequence[int], answer: Sequence[int]) -> bool:
     """True if the generated tokens start with the answer.
 
-    Args:
-        generated: token ids after the prompt; what follows the answer does not count.
-        answer: token ids of the answer.
-
     Example:
         >>> exact_match([4, 88, 9, 2], (4, 88, 9)), exact_match([4, 88], (4, 88, 9))
         (True, False)
@@ -225,15 +202,7 @@ def exact_match(generated: Sequence[int], answer: Sequence[int]) -> bool:
 
 
 def load_model(dtype: "torch.dtype | None" = None) -> "LlamaForCausalLM":
-    """Load the needle model on the CPU, in evaluation mode.
-
-    Args:
-        dtype: of the weights; None means float32. The file holds bfloat16.
-
-    Returns:
-        A plain ``transformers.LlamaForCausalLM``: 6 layers, 8 query and 2 KV heads of 16, 0.87
-        million parameters.
-    """
+    """Load the needle model on the CPU, in evaluation mode."""
     import torch
     from transformers import LlamaForCausalLM
 

@@ -16,9 +16,6 @@ VOCAB_SIZE = SYMBOLS.stop
 def token_names() -> list[str]:
     """Return the text of every token in the needle model's vocabulary, in the order of ids.
 
-    Returns:
-        ``VOCAB_SIZE`` names: the special tokens, fillers ``f0 ...``, symbols ``s0 ...``.
-
     Example:
         >>> names = token_names()
         >>> names[KEY], names[FILLERS[0]], names[SYMBOLS[-1]], len(names)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpolicy import CachePolicy, KVSelector, LayerContext
-from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     H2O,
     TOVA,
@@ -37,6 +36,9 @@ from kvpolicy.policies import (
     TokenSelectivePropagation,
 )
 from kvpolicy.testing import check_propagation, check_selector, layer_contexts
+from tests.contexts import layer_context, of_new
+from tests.core.odd import odd
+from tests.policies.views import passed_by
 
 METHODS: list[Callable[..., CachePolicy]] = [
     StreamingLLM,
@@ -56,22 +58,14 @@ METHODS: list[Callable[..., CachePolicy]] = [
 ]
 
 
-def context(
-    positions: list[int], *, seen_len: int, new: int | None = None, kv_heads: int = 1
-) -> LayerContext:
+def context(positions: list[int], *, seen_len: int, new: int | None = None) -> LayerContext:
     """One row of tokens at these positions, the last ``new`` of them new; all new if None."""
     key_len = len(positions)
-    keys = torch.randn(1, kv_heads, key_len, 3, generator=torch.Generator().manual_seed(0))
-    return LayerContext(
-        layer_idx=0,
-        num_layers=2,
-        queries=keys[:, :, :0],
-        keys=keys,
-        values=keys,
-        positions=torch.tensor(positions).expand(1, kv_heads, key_len),
-        new_valid=torch.ones(1, key_len if new is None else new, dtype=torch.bool),
+    return layer_context(
+        torch.randn(1, 1, key_len, 3, generator=torch.Generator().manual_seed(0)),
+        positions=torch.tensor(positions)[None, None],
+        new_valid=of_new(new or key_len),
         seen_len=(seen_len,),
-        attention=AttentionSettings(1.0),
     )
 
 
@@ -142,10 +136,8 @@ def test_a_later_turn_protects_by_original_position() -> None:
 )
 def test_propagation_on_paper(protect: int, tokens: int, expected: list[int] | None) -> None:
     part = TokenSelectivePropagation(tsp_layer=0, window_size=2, tsp_tokens=tokens, protect=protect)
-    passed = part.propagate(RISING, context(list(range(10)), seen_len=10))
-    assert (None if passed is None else passed.tolist()) == (
-        None if expected is None else [expected]
-    )
+    passed = passed_by(part, RISING, context(list(range(10)), seen_len=10))
+    assert passed == (None if expected is None else [expected])
 
 
 def test_propagation_protects_among_the_new_tokens_only() -> None:
@@ -153,9 +145,7 @@ def test_propagation_protects_among_the_new_tokens_only() -> None:
     later = context(list(range(10)), seen_len=10, new=6)
     part = TokenSelectivePropagation(tsp_layer=0, window_size=1, tsp_tokens=3, protect=6)
     assert part.protected(later).tolist() == [[True, True, False, False, False, True]]
-    passed = part.propagate(RISING, later)
-    assert passed is not None
-    assert passed.tolist() == [[0, 1, 5]]
+    assert passed_by(part, RISING, later) == [[0, 1, 5]]
 
 
 def test_padding_is_never_protected() -> None:
@@ -284,11 +274,6 @@ def test_a_part_that_declares_it_gets_it_from_the_interface() -> None:
     ]
 
 
-class ForgetsTheFirst(GQAGroupSelector):
-    def protected(self, context: LayerContext) -> Tensor:
-        return context.is_tail(self.protected_tail)
-
-
 class CountsWhatIsHeld(GQAGroupSelector):
     """Protects the first tokens that it holds, whatever their positions."""
 
@@ -299,17 +284,19 @@ class CountsWhatIsHeld(GQAGroupSelector):
         )
 
 
-class ForgetsTheFirstNew(TokenSelectivePropagation):
-    def protected(self, context: LayerContext) -> Tensor:
-        return context.is_new_tail(self.protected_tail)
-
-
 def test_the_contract_finds_parts_that_do_not_protect() -> None:
-    for selector in (ForgetsTheFirst, CountsWhatIsHeld):
+    forgets = odd(
+        GQAGroupSelector, protected=lambda self, context: context.is_tail(self.protected_tail)
+    )
+    for selector in (forgets, CountsWhatIsHeld):
         with pytest.raises(AssertionError, match="positions below protected_first=3"):
             check_selector(selector(0.2, window_size=1, protect=3))
+    dropping = odd(
+        TokenSelectivePropagation,
+        protected=lambda self, context: context.is_new_tail(self.protected_tail),
+    )
     with pytest.raises(AssertionError, match="positions below protected_first=3"):
-        check_propagation(ForgetsTheFirstNew(tsp_rate=0.2, window_size=1, protect=3))
+        check_propagation(dropping(tsp_rate=0.2, window_size=1, protect=3))
 
 
 def test_the_contract_finds_a_larger_budget_that_drops() -> None:

@@ -10,11 +10,6 @@ import kvpolicy
 from kvpolicy import CachePolicy, DecodingEviction, KVSelector, PropagationPolicy, Scorer, policies
 from kvpolicy.policies import (
     FastKV,
-    FullContext,
-    GQAGroupSelector,
-    KeyNormScorer,
-    PassAllPropagation,
-    PyramidInfer,
     SnapKV,
 )
 from kvpolicy.repetition import Repetition
@@ -27,8 +22,6 @@ KINDS = (Scorer, KVSelector, PropagationPolicy)
 PARTS = [each for each in CLASSES.values() if issubclass(each, KINDS)]
 # What a part wraps, or its one main number.
 MAIN = ("scorer", "scorers", "selector", "stages", "retention_rate", "tsp_rate")
-SCORER = KeyNormScorer()
-SELECTOR = GQAGroupSelector(retention_tokens=9)
 
 
 def positional(kind: type[Any]) -> list[str]:
@@ -72,24 +65,6 @@ def test_the_core_takes_parts_by_position() -> None:
     assert positional(CachePolicy) == ["scorer", "selector", "propagation"]
     assert positional(DecodingEviction) == ["scorer", "selector"]
     assert positional(Repetition) == ["chunk_size"]
-
-
-@pytest.mark.parametrize(
-    ("build", "arguments", "named", "match"),
-    [
-        (FastKV, (0.2, 8), {}, "positional arguments but 3 were given"),
-        (SnapKV, (0.2, 8, 7, True), {}, "positional arguments but 5 were given"),
-        (SnapKV, (0.2,), {"retention_rate": 0.3}, "multiple values for argument 'retention_rate'"),
-        (FullContext, (0.2,), {}, "takes 1 positional argument but 2 were given"),
-        (PyramidInfer, (0.2,), {"recent_rate": 0.3}, "takes 1 positional argument but 2"),
-        (DecodingEviction, (SCORER, SELECTOR, 7), {}, "positional arguments but 4 were given"),
-        (CachePolicy, (SCORER, SELECTOR, PassAllPropagation(), None), {}, "but 5 were given"),
-        (Repetition, (5, 1), {}, "positional arguments but 3 were given"),
-    ],
-)
-def test_what_is_given_by_name_only(build: Any, arguments: Any, named: Any, match: str) -> None:
-    with pytest.raises(TypeError, match=match):
-        build(*arguments, **named)
 
 
 def test_every_part_evolves_to_itself() -> None:

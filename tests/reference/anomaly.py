@@ -41,13 +41,7 @@ def importance(prior: float, scaled: Sequence[float]) -> float:
 
 
 def anomaly_scores(keys: Sequence[Tensor], local_size: int, block_size: int | None) -> list[float]:
-    """Returns the score of each key that a head holds.
-
-    Args:
-        keys: In ascending position.
-        local_size: Keys up to each one in its third mean.
-        block_size: Keys of a block; None for the paper's size.
-    """
+    """Returns the score of each key that a head holds."""
     count = len(keys)
     size = block_size or min(max(count // 32, 128), 256)
     directions = [unit(key.double().tolist()) for key in keys]
@@ -80,11 +74,9 @@ class NestedKV(AdaKV):
     block_size: int | None = None
 
     def head_scores(self, layer: LayerView) -> list[list[float]]:
-        """Returns, per KV head, the anomaly of the keys before the window."""
         return [
             self.of_entries(held)[: max(len(held) - self.window_size, 0)] for held in layer.entries
         ]
 
     def of_entries(self, held: Sequence[Entry]) -> list[float]:
-        """Returns the anomaly of all keys that a head holds."""
         return anomaly_scores([each.key for each in held], self.local_size, self.block_size)

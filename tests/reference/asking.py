@@ -13,18 +13,12 @@ from .scored_methods import Scored
 
 @dataclass(frozen=True)
 class TurnedBack(Scored):
-    """Scores a key by the norms of its first channels, unrotated and rotated a row's length ahead.
-
-    Attributes:
-        rope_theta: base of the rotary frequencies.
-        channels: number of channels that are measured.
-    """
+    """Scores a key by the norms of its first channels, unrotated and turned to later places."""
 
     rope_theta: float = 10000.0
     channels: int = 2
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns the sum of both norms for each entry."""
         found = []
         for entry in layer.entries[head]:
             before = rotate(entry.key, -entry.position, self.rope_theta)
@@ -35,16 +29,11 @@ class TurnedBack(Scored):
 
 @dataclass(frozen=True)
 class Outputs(Scored):
-    """Scores a token by the norm of its value's projected output times a part of its key.
-
-    Attributes:
-        weights: by layer, the output projection's, ``[hidden, query_heads * head_dim]``.
-    """
+    """Scores a token by the norm of its value's projected output times a part of its key."""
 
     weights: tuple[Any, ...] = field(default=(), compare=False)
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns the score of each entry: the key's norm times the group's mean output norm."""
         group, weight = len(layer.queries) // len(layer.entries), self.weights[layer.layer_idx]
         found = []
         for entry in layer.entries[head]:

@@ -25,15 +25,7 @@ class Entry:
 
 
 def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
-    """Computes softmax in float32 over the visible keys; the others get 0.
-
-    Args:
-        scores: `[query_len, key_len]`, scaled products.
-        visible: bool `[query_len, key_len]`, at least one True in each row.
-
-    Returns:
-        float32 `[query_len, key_len]`, rows that sum to 1.
-    """
+    """Computes softmax in float32 over the visible keys; the others get 0."""
     scores = scores.to(torch.float32)
     highest = scores.masked_fill(~visible, -math.inf).amax(dim=-1, keepdim=True)
     weights = torch.where(visible, torch.exp(scores - highest), torch.zeros(()))
@@ -43,17 +35,7 @@ def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
 def attention_probabilities(
     queries: Tensor, query_positions: Sequence[int], entries: Sequence[Entry], scaling: float
 ) -> Tensor:
-    """Computes causal attention of one query head over the entries of its KV head.
-
-    Args:
-        queries: `[query_len, head_dim]`.
-        query_positions: of each query; a key is visible when its position is not later.
-        entries: `key_len` entries, those of the queries' own tokens included.
-        scaling: factor on the products.
-
-    Returns:
-        float32 `[query_len, key_len]`, rows that sum to 1.
-    """
+    """Computes causal attention of one query head over the entries of its KV head."""
     keys = torch.stack([entry.key for entry in entries])
     visible = torch.tensor(
         [[entry.position <= position for entry in entries] for position in query_positions],

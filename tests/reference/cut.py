@@ -17,16 +17,7 @@ from .hybrid import attending_layers
 
 @torch.no_grad()
 def cut_logits(model: PreTrainedModel, token_ids: Sequence[int], act: Act) -> Tensor:
-    """Runs a whole row layer by layer, where each layer reads only the tokens that reached it.
-
-    Args:
-        model: of the Qwen3-Next family.
-        token_ids: the row, one prompt and decoded tokens, which reach all layers.
-        act: of the prompt; `reached` is given.
-
-    Returns:
-        Logits `[1 + decoded, vocab]`, after the prompt and after each decoded token.
-    """
+    """Runs a whole row layer by layer, where each layer reads only the tokens that reached it."""
     assert act.reached is not None, "what reached which layer"
     untyped = cast(Any, model)
     decoded = list(range(act.end, len(token_ids)))

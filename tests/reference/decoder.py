@@ -83,16 +83,7 @@ def angles_of(position: int, half: int, theta: float, dtype: torch.dtype) -> tup
 
 
 def rotate(vector: Tensor, position: int, theta: float) -> Tensor:
-    """Rotates the pair `(i, i + half)` of `vector` by the angle `position / theta^(i / half)`.
-
-    Args:
-        vector: `[head_dim]`, a query or a key of one head.
-        position: the token's position in the row.
-        theta: base of the frequencies.
-
-    Returns:
-        The rotated vector `[head_dim]`.
-    """
+    """Rotates the pair `(i, i + half)` of `vector` by the angle `position / theta^(i / half)`."""
     half = vector.shape[0] // 2
     cos, sin = angles_of(position, half, theta, vector.dtype)
     first, second = vector[:half], vector[half:]
@@ -106,18 +97,7 @@ def project(
     positions: Sequence[int],
     rotary: Sequence[int] | None = None,
 ) -> tuple[list[Tensor], list[list[Entry]]]:
-    """Computes the queries, keys and values of one layer for the given tokens.
-
-    Args:
-        model: the model whose weights are read.
-        layer_idx: which decoder layer.
-        hidden: `[len, hidden]`, what enters the layer.
-        positions: of each token, ascending.
-        rotary: rotary position of each token's queries and keys; None is `positions`.
-
-    Returns:
-        Queries, per query head `[len, head_dim]`; and entries, per KV head one per token.
-    """
+    """Computes the queries, keys and values of one layer for the given tokens."""
     sizes = geometry(model)
     layer = decoder_layers(model)[layer_idx]
     attention = layer.self_attn
@@ -152,17 +132,7 @@ def project(
 def finish_layer(
     model: PreTrainedModel, layer_idx: int, hidden: Tensor, heads: Sequence[Tensor]
 ) -> Tensor:
-    """Applies the output projection, the MLP and both residual connections.
-
-    Args:
-        model: the model whose weights are read.
-        layer_idx: which decoder layer.
-        hidden: `[len, hidden]`, what entered the layer.
-        heads: attention output per query head, `[len, head_dim]` each.
-
-    Returns:
-        `[len, hidden]`, what leaves the layer.
-    """
+    """Applies the output projection, the MLP and both residual connections."""
     layer = decoder_layers(model)[layer_idx]
     output = layer.self_attn.o_proj
     hidden = hidden + linear(torch.cat(list(heads), dim=-1), output.weight, output.bias)

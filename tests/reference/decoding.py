@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from .attention import Entry, attention_probabilities
 from .dense import Act
-from .generation import ReferenceState
+from .generation import LayerOutput, ReferenceState
 from .methods import Method
 from .scored_methods import two_minus_cosines
 from .selection import (
@@ -124,7 +124,6 @@ class RunningSums(ByScore):
     """The rule of H2O: scores are sums of the attention at every step."""
 
     def scores(self, head: HeadView) -> list[float]:
-        """Returns the sum of attention that each entry has received."""
         return [head.sums[entry.position] for entry in head.entries]
 
 
@@ -135,7 +134,6 @@ class LastAttention(ByScore):
     window: int = 1
 
     def scores(self, head: HeadView) -> list[float]:
-        """Returns the last query's attention, averaged over the group."""
         return head_mean(self.attention(head, 1))
 
 
@@ -146,7 +144,6 @@ class Window(ByScore):
     kernel_size: int = 7
 
     def scores(self, head: HeadView) -> list[float]:
-        """Pools the scores of each query head, and averages them over the group."""
         before = max(len(head.entries) - self.window, 0)
         rows = self.attention(head, self.window)
         return head_mean([max_pool(row[:before], self.kernel_size) for row in rows])
@@ -157,7 +154,6 @@ class Unlike(ByScore):
     """The rule of KeyDiff: keys that point away from the keys' mean direction score high."""
 
     def scores(self, head: HeadView) -> list[float]:
-        """Returns two minus the cosine between each key and the keys' mean direction."""
         return two_minus_cosines(head.entries)
 
 
@@ -170,7 +166,6 @@ class Redundancy(ByScore):
     threshold: float = 0.5
 
     def scores(self, head: HeadView) -> list[float]:
-        """Returns each earlier entry's attention and redundancy, weighed against each other."""
         return self.weighed(self.importances(head), self.redundancy(head.entries))
 
     def importances(self, head: HeadView) -> list[float]:
@@ -286,7 +281,7 @@ class Watched(ReferenceState):
 
     def _layer(
         self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
+    ) -> LayerOutput:
         hidden, queries, grown = super()._layer(layer_idx, hidden, positions, rotary)
         group = len(queries) // len(grown)
         for head, own in enumerate(queries):

@@ -29,16 +29,7 @@ class DeltaState:
 
 
 def read_tokens(module: Any, normed: Tensor, state: DeltaState) -> tuple[Tensor, DeltaState]:
-    """Reads tokens in order; returns their outputs and the final state.
-
-    Args:
-        module: the layer's gated delta net, for its weights.
-        normed: `[len, hidden]`, the net's input.
-        state: the state after the tokens before; not modified.
-
-    Returns:
-        `[len, hidden]`, what leaves it; the state after the last token.
-    """
+    """Reads tokens in order; returns their outputs and the final state."""
     rows = []
     for token in normed:
         row, state = read_token(module, token, state)

@@ -13,14 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention import masked_softmax
-from .decoder import (
-    decoder_layers,
-    embed,
-    finish_layer,
-    geometry,
-    logits_of,
-    project,
-)
+from .decoder import decoder_layers, embed, finish_layer, geometry, logits_of, project
 
 
 @dataclass(frozen=True)
@@ -41,11 +34,7 @@ class Act:
 
 
 def causal_visible(num_layers: int, query_heads: int, length: int) -> list[Tensor]:
-    """Returns causal masks for all layers: each token sees itself and all earlier ones.
-
-    Returns:
-        Per layer, bool `[query_heads, len, len]`.
-    """
+    """Returns causal masks for all layers: each token sees itself and all earlier ones."""
     mask = torch.tensor([[key <= query for key in range(length)] for query in range(length)])
     return [torch.stack([mask] * query_heads) for _ in range(num_layers)]
 
@@ -55,14 +44,6 @@ def visible_after(acts: Sequence[Act], query_heads: int, length: int) -> list[Te
 
     A prompt's rows see, causally, what was held before it and those of the prompt that reached the
     layer; later rows see what the prompt's act kept and all newer tokens. Every token sees itself.
-
-    Args:
-        acts: the acts by ascending `start`; the first act starts at 0.
-        query_heads: a multiple of the KV heads in `kept`.
-        length: tokens of the row, decoded ones included.
-
-    Returns:
-        Per layer, bool `[query_heads, len, len]`, rows the query and columns the key position.
     """
     assert acts[0].start == 0, "the first act starts at 0"
     masks = []
@@ -89,17 +70,7 @@ def visible_after(acts: Sequence[Act], query_heads: int, length: int) -> list[Te
 def dense_masked_logits(
     model: PreTrainedModel, token_ids: Sequence[int], visible: Sequence[Tensor]
 ) -> Tensor:
-    """Runs a whole row with dense attention, with a separate mask for each head.
-
-    Args:
-        model: a causal language model of the Llama, Mistral, Qwen2 or Qwen3 family on the CPU.
-        token_ids: the row, prompt and decoded tokens; positions are `0 .. len - 1`.
-        visible: per layer, bool `[query_heads, len, len]`: whether the query of a row sees the key
-            of a column.
-
-    Returns:
-        Logits `[len, vocab]`, those of row `i` predict token `i + 1`.
-    """
+    """Runs a whole row with dense attention, with a separate mask for each head."""
     positions = list(range(len(token_ids)))
     sizes = geometry(model)
     hidden = embed(model, token_ids)

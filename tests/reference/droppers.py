@@ -9,15 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .attention import attention_probabilities
-from .methods import Choice, FullContext, LayerView, SnapKV
-from .selection import (
-    average_pool,
-    budget,
-    head_mean,
-    margin,
-    window_and_highest,
-    window_saliency,
-)
+from .methods import Choice, FullContext, LayerView, SnapKV, window_attention
+from .selection import average_pool, budget, head_mean, margin, window_and_highest
 
 
 def products(query: Tensor, layer: LayerView, head: int) -> list[float]:
@@ -35,16 +28,7 @@ def group_of(rows: Sequence[Sequence[float]], layer: LayerView) -> list[list[flo
 
 @dataclass(frozen=True)
 class CLAA(SnapKV):
-    """Keeps tokens by average-pooled window attention; drops tokens by a vote of several layers.
-
-    Attributes:
-        tsp_layer: the layer after which tokens are dropped.
-        tsp_rate: fraction of all tokens seen that goes on.
-        voting_layers: number of layers that vote: the last ones that chose, up to `tsp_layer`.
-        whole_layers: number of first layers that keep everything.
-        standardize: whether the scores of each KV head are first set to mean 0 and deviation 1.
-        spans: neighbours over which votes are averaged.
-    """
+    """Keeps tokens by average-pooled window attention; drops tokens by a vote of several layers."""
 
     tsp_layer: int = 1
     tsp_rate: float = 0.2
@@ -54,19 +38,10 @@ class CLAA(SnapKV):
     spans: int = 1
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
-        """Returns, per query head, the average-pooled attention to the keys before the window."""
-        rows = window_saliency(
-            layer.queries,
-            layer.new_positions,
-            layer.entries,
-            window_size=self.window_size,
-            kernel_size=1,
-            scaling=layer.scaling,
-        )
+        rows = window_attention(layer, self.window_size)
         return [average_pool(row, self.kernel_size) for row in rows]
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps tokens like SnapKV; at `tsp_layer`, passes on the tokens with the most votes."""
         kept = super().choose(layer)
         if layer.layer_idx < self.whole_layers:
             kept = FullContext().choose(layer)
@@ -95,7 +70,6 @@ class CLAA(SnapKV):
         return Choice(kept.kept, passed, min(kept.margin, gap))
 
     def of_kv_heads(self, rows: list[list[float]], layer: LayerView) -> list[list[float]]:
-        """Averages rows of query heads to one row per KV head."""
         return group_of(rows, layer)
 
     def scaled(self, row: list[float]) -> list[float]:
@@ -108,14 +82,7 @@ class CLAA(SnapKV):
 
 @dataclass(frozen=True)
 class Dropper(FullContext):
-    """Base of methods that keep all entries and, after some layers, pass on the highest scores.
-
-    Attributes:
-        stages: pairs of a layer, each at most once, and the fraction of all tokens seen that it
-            passes on.
-        window_size: number of last tokens that are always passed on.
-        protect: positions below this are always passed on.
-    """
+    """Base of methods that keep all entries and, after some layers, pass on the highest scores."""
 
     stages: tuple[tuple[int, float], ...] = ()
     window_size: int = 1
@@ -126,7 +93,6 @@ class Dropper(FullContext):
         raise NotImplementedError
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps all entries; at a stage's layer, chooses the tokens to pass on."""
         kept = super().choose(layer)
         rates = dict(self.stages)
         if layer.layer_idx not in rates:
@@ -157,7 +123,6 @@ class PromptDistill(Dropper):
     kernel_size: int = 5
 
     def scores(self, layer: LayerView) -> list[float]:
-        """Returns the products averaged over all query heads."""
         rows = []
         for head, queries in enumerate(layer.queries):
             raw = [*products(queries[-1], layer, head)[:-1], 0.0]
@@ -170,24 +135,17 @@ class LazyLLM(Dropper):
     """Drops tokens by the attention of the last token."""
 
     def scores(self, layer: LayerView) -> list[float]:
-        """Returns the attention averaged over all query heads."""
         return window_means(layer, 1)
 
 
 @dataclass(frozen=True)
 class SlimInfer(Dropper):
-    """Drops blocks of tokens by their best unit: its mean key times the mean last query.
-
-    Attributes:
-        unit_size: positions of a unit.
-        block_units: units of a block.
-    """
+    """Drops blocks of tokens by their best unit: its mean key times the mean last query."""
 
     unit_size: int = 8
     block_units: int = 8
 
     def scores(self, layer: LayerView) -> list[float]:
-        """Returns, for each new token, the highest score of any unit of its block."""
         group = len(layer.queries) // len(layer.entries)
         strength: dict[int, list[float]] = defaultdict(list)
         for head, queries in enumerate(layer.queries):
@@ -224,15 +182,7 @@ def window_means(layer: LayerView, window_size: int) -> list[float]:
 
 @dataclass(frozen=True)
 class UniPrefill(FullContext):
-    """Keeps all entries and passes on the top blocks that hold a share of the attention.
-
-    Attributes:
-        layers: the layers after which tokens are dropped.
-        mass: share of the attention that the blocks must hold.
-        block_size: new tokens of a block.
-        num_sinks: positions below this are always passed on.
-        window_size: last tokens, which observe and are always passed on.
-    """
+    """Keeps all entries and passes on the top blocks that hold a share of the attention."""
 
     layers: tuple[int, ...] = ()
     mass: float = 0.99
@@ -241,7 +191,6 @@ class UniPrefill(FullContext):
     window_size: int = 128
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps all entries; after the given layers, passes on enough blocks."""
         kept = super().choose(layer)
         if layer.layer_idx not in self.layers:
             return kept

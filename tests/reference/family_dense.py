@@ -20,17 +20,7 @@ def layer_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def family_logits(model: PreTrainedModel, token_ids: Sequence[int], act: Act) -> Tensor:
-    """Runs a whole row with every layer's own mask hiding what was evicted.
-
-    Args:
-        model: any decoder-only model with eager attention, whose layers take a float mask
-            `[batch, 1, len, len]` by name.
-        token_ids: the row, prompt and decoded tokens.
-        act: what was kept, and what reached which layer.
-
-    Returns:
-        Logits `[len, vocab]`.
-    """
+    """Runs a whole row with every layer's own mask hiding what was evicted."""
     lowest = torch.finfo(torch.float32).min
     visible = visible_after([act], model.config.num_attention_heads, len(token_ids))
 

@@ -7,12 +7,11 @@ policy acts only at the end of a prompt.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from .attention import Entry, attention_probabilities
-from .decoder import decoder_layers, finish_layer, geometry, project, rotate
-from .generation import ReferenceState
+from .attention import Entry
+from .decoder import geometry, project, rotate
+from .generation import LayerOutput, ReferenceState
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,8 @@ class GaplessState(ReferenceState):
     farthest = 0
 
     def _layer(
-        self,
-        layer_idx: int,
-        hidden: Tensor,
-        positions: Sequence[int],
-        rotary: Sequence[int],
-    ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """Runs one layer as `ReferenceState._layer` does, with positions without gaps."""
+        self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
+    ) -> LayerOutput:
         theta = geometry(self.model).rope_theta
         held = self.cache[layer_idx]
         (before,) = {len(entries) for entries in held}
@@ -60,14 +54,7 @@ class GaplessState(ReferenceState):
                     for place, (position, key, value) in enumerate(every)
                 ]
             )
-        scaling = float(decoder_layers(self.model)[layer_idx].self_attn.scaling)
-        group = len(queries) // len(grown)
-        outputs = []
-        for head, head_queries in enumerate(queries):
-            entries = grown[head // group]
-            weights = attention_probabilities(head_queries, positions, entries, scaling)
-            outputs.append(weights @ torch.stack([entry.value for entry in entries]))
-        return finish_layer(self.model, layer_idx, hidden, outputs), queries, grown
+        return self._attended(layer_idx, hidden, queries, positions, grown), queries, grown
 
 
 def _plain(entry: Entry) -> Tensor:

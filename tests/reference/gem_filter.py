@@ -10,16 +10,7 @@ from .selection import average_pool, below, budget, head_mean, margin, window_an
 
 @dataclass(frozen=True)
 class GemFilter:
-    """Runs the first layers on all new tokens, then all layers on the chosen ones.
-
-    Attributes:
-        filter_layer: the last layer that sees all tokens; None is
-            `max(num_layers // 2 - 1, 0)`.
-        retention_rate: fraction of all tokens seen; not used where `retention_tokens` is given.
-        kernel_size: odd width of the average-pooling.
-        retention_tokens: budget as a number of tokens.
-        protect: positions always among the chosen, beside the last.
-    """
+    """Runs the first layers on all new tokens, then all layers on the chosen ones."""
 
     filter_layer: int | None = None
     retention_rate: float | None = 0.1
@@ -35,15 +26,12 @@ class GemFilter:
         return self.filter_layer
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps all entries and passes on all tokens, in the second pass."""
         return Choice([list(range(len(held))) for held in layer.entries])
 
     def restart_on(self, layer: LayerView) -> tuple[list[int], float]:
         """Chooses, at the filter layer of the first pass, the tokens to restart on.
 
-        Returns:
-            Indices of the new tokens, ascending, and the margin of the choice, relative to the
-            largest product of a query and a key: products have either sign and may cancel.
+        The margin is relative to the largest product: products have either sign and may cancel.
         """
         group = len(layer.queries) // len(layer.entries)
         products = []

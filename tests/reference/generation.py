@@ -11,17 +11,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention import Entry, attention_probabilities
-from .decoder import (
-    decoder_layers,
-    embed,
-    finish_layer,
-    geometry,
-    logits_of,
-    project,
-)
+from .decoder import decoder_layers, embed, finish_layer, geometry, logits_of, project
 from .dense import Act
 from .gem_filter import GemFilter
 from .methods import Choice, LayerView, Method
+
+# Per query head the queries `[len, head_dim]`; per KV head the entries.
+Heads = Sequence[Tensor]
+Held = Sequence[Sequence[Entry]]
+# What leaves a layer `[len, hidden]`, its queries, and all entries that it holds then.
+LayerOutput = tuple[Tensor, list[Tensor], list[list[Entry]]]
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,11 @@ class TurnResult:
     margin: float
 
     @property
+    def logits(self) -> Tensor:
+        """Returns the logits `[1 + num_decode, vocab]` after the act and after each token."""
+        return torch.cat([self.prefill_logits[None], self.decode_logits])
+
+    @property
     def act(self) -> Act:
         """Returns the turn's prefill and choices, as `dense.visible_after` takes them.
 
@@ -76,12 +80,6 @@ class ReferenceState:
     """
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
-        """Starts an empty context.
-
-        Args:
-            model: a causal language model of the Llama, Mistral, Qwen2 or Qwen3 family on the CPU.
-            method: what to keep and pass on.
-        """
         self.model = model
         self.method = method
         self.seen = 0
@@ -102,22 +100,9 @@ class ReferenceState:
 
     @torch.no_grad()
     def turn(
-        self,
-        new_token_ids: Sequence[int],
-        num_decode: int,
-        forced: Sequence[int] | None = None,
+        self, new_token_ids: Sequence[int], num_decode: int, forced: Sequence[int] | None = None
     ) -> TurnResult:
-        """Prefills new tokens, applies the method, then decodes greedily.
-
-        Args:
-            new_token_ids: at least one; they begin with the last turn's unfed token where the
-                caller wants it in the context.
-            num_decode: decode steps; each feeds a token, appends it and chooses nothing.
-            forced: `num_decode` tokens to feed in the place of the greedy ones, or None.
-
-        Returns:
-            Logits, greedy tokens and the choices made.
-        """
+        """Prefills new tokens, applies the method, then decodes greedily."""
         assert len(new_token_ids) > 0, "a turn needs a new token"
         assert forced is None or len(forced) == num_decode, "one forced token for each decode step"
         start = self.seen
@@ -131,15 +116,7 @@ class ReferenceState:
             tokens.append(int(decode_logits[-1].argmax()))
         stacked = torch.stack([prefill_logits, *decode_logits])[1:]
         return TurnResult(
-            prefill_logits,
-            stacked,
-            tokens,
-            kept,
-            propagated,
-            reached,
-            start,
-            end,
-            margin,
+            prefill_logits, stacked, tokens, kept, propagated, reached, start, end, margin
         )
 
     def _act(
@@ -147,9 +124,7 @@ class ReferenceState:
     ) -> tuple[Tensor, dict[int, list[int]], list[list[int]], float]:
         """Prefills new tokens and applies the method's choices.
 
-        Returns:
-            Logits `[vocab]`; positions passed on by the layers that passed on fewer than all;
-            positions that reached each layer; the smallest margin.
+        Returns logits; by layer what went on, if not all; what reached each; the smallest margin.
         """
         positions = list(range(self.seen, self.seen + len(new_token_ids)))
         self.seen += len(new_token_ids)
@@ -182,9 +157,7 @@ class ReferenceState:
     ) -> tuple[Tensor, list[list[int]], float]:
         """Runs tokens through all layers, and applies the method's choice at each.
 
-        Returns:
-            Logits `[vocab]`; the positions that reached each layer and, last, those that left the
-            last one; the smallest margin.
+        Returns logits; what reached each layer and, last, what left the last; the smallest margin.
         """
         self.notes = {}  # a method remembers nothing of other prompts
         positions = list(positions)
@@ -209,11 +182,7 @@ class ReferenceState:
         return self._logits(hidden[-1]), reached, margin
 
     def _choose(
-        self,
-        layer_idx: int,
-        queries: Sequence[Tensor],
-        positions: Sequence[int],
-        entries: Sequence[Sequence[Entry]],
+        self, layer_idx: int, queries: Heads, positions: Sequence[int], entries: Held
     ) -> Choice:
         """Returns the method's choice at a layer after its attention."""
         return self.method.choose(self._view(layer_idx, queries, positions, entries))
@@ -223,13 +192,8 @@ class ReferenceState:
         return logits_of(self.model, hidden)
 
     def _view(
-        self,
-        layer_idx: int,
-        queries: Sequence[Tensor],
-        positions: Sequence[int],
-        entries: Sequence[Sequence[Entry]],
+        self, layer_idx: int, queries: Heads, positions: Sequence[int], entries: Held
     ) -> LayerView:
-        """Returns the view of a layer on which the method bases its choice."""
         attention = decoder_layers(self.model)[layer_idx].self_attn
         return LayerView(
             layer_idx,
@@ -255,20 +219,20 @@ class ReferenceState:
         return self._logits(hidden[-1])
 
     def _layer(
-        self,
-        layer_idx: int,
-        hidden: Tensor,
-        positions: Sequence[int],
-        rotary: Sequence[int],
-    ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """Runs one layer on new tokens `hidden` `[len, hidden]`, over the entries it holds.
+        self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
+    ) -> LayerOutput:
+        """Runs one layer on new tokens, over the entries it holds.
 
-        Returns:
-            The layer's output `[len, hidden]`; queries per query head `[len, head_dim]`; per KV
-            head the entries held before and then the new ones.
+        Returns its output `[len, hidden]`, queries per query head, and all entries per KV head.
         """
         queries, new = project(self.model, layer_idx, hidden, positions, rotary)
         grown = [old + added for old, added in zip(self.cache[layer_idx], new, strict=True)]
+        return self._attended(layer_idx, hidden, queries, positions, grown), queries, grown
+
+    def _attended(
+        self, layer_idx: int, hidden: Tensor, queries: Heads, positions: Sequence[int], grown: Held
+    ) -> Tensor:
+        """Returns a layer's output, of queries that attend to entries."""
         scaling = float(decoder_layers(self.model)[layer_idx].self_attn.scaling)
         group = len(queries) // len(grown)
         outputs = []
@@ -276,4 +240,4 @@ class ReferenceState:
             held = grown[head // group]
             probabilities = attention_probabilities(head_queries, positions, held, scaling)
             outputs.append(probabilities @ torch.stack([entry.value for entry in held]))
-        return finish_layer(self.model, layer_idx, hidden, outputs), queries, grown
+        return finish_layer(self.model, layer_idx, hidden, outputs)

@@ -9,16 +9,11 @@ from .selection import budget, highest, margin
 
 @dataclass(frozen=True)
 class AdaKV(SnapKV):
-    """Keeps the window, some entries of every KV head, and the best entries of all heads.
-
-    Attributes:
-        floor: fraction of the free places that each head fills for itself.
-    """
+    """Keeps the window, some entries of every KV head, and the best entries of all heads."""
 
     floor: float = 0.2
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps different numbers of entries per KV head, and passes all tokens on."""
         scores = self.head_scores(layer)
         exempt = [self.exempt([entry.position for entry in held]) for held in layer.entries]
         # What each head always keeps: the protected entries, and the window, which has no scores.
@@ -45,16 +40,8 @@ def share(
 ) -> tuple[list[list[int]], float]:
     """Distributes `free` places per head: some to each head, the rest to the best of all heads.
 
-    Args:
-        scores: per head, of the tokens before the window; heads may have unlike numbers of them.
-        exempt: per head, indices that do not compete.
-        free: places for each head on average.
-        floor: each head first takes `int(free * floor)` of its own highest.
-
-    Returns:
-        Per head the indices taken, ascending; and the smallest gap between a token taken and one
-        dropped that could have been taken in its place: one of the same head, or, where it was
-        taken in the ranking of all heads, one of any head.
+    Also returns the smallest gap between a token taken and one dropped that could have been taken
+    in its place: one of the same head, or in the ranking of all heads one of any head.
     """
     own_places = int(free * floor)
     taken: list[list[int]] = []

@@ -9,16 +9,7 @@ from .selection import budget, head_mean, margin, window_and_highest
 
 @dataclass(frozen=True)
 class LookingBack(SnapKV):
-    """A SnapKV that adds the saliency of earlier layers, averaged over heads.
-
-    Attributes:
-        carried_on: share of the layer before's saliency that is added to every score.
-        selecting: number of layers before whose lowest saliency is added when a layer chooses.
-        passing: number of layers before whose largest saliency, with the layer's own, decides
-            what is passed on.
-        rates: pairs of a layer and the fraction of all tokens seen that goes on after it.
-        keeps: whether layers keep everything.
-    """
+    """A SnapKV that adds the saliency of earlier layers, averaged over heads."""
 
     carried_on: float = 0.0
     selecting: int = 0
@@ -27,7 +18,6 @@ class LookingBack(SnapKV):
     keeps: bool = False
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps tokens by the added-up saliency; after the layers of `rates`, drops some."""
         at = layer.layer_idx
         notes: dict[int, dict[int, float]] = layer.notes  # what each position got
         scores = self.saliency(layer)

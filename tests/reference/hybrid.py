@@ -17,7 +17,7 @@ from .attention import Entry, attention_probabilities
 from .decoder import decoder_layers
 from .delta_net import DeltaState, read_tokens
 from .gem_filter import GemFilter
-from .generation import ReferenceState
+from .generation import Heads, Held, LayerOutput, ReferenceState
 from .methods import Choice, FastKV, LayerView, Method
 
 
@@ -29,7 +29,6 @@ class HybridState(ReferenceState):
     """
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
-        """Starts an empty context; see `ReferenceState`."""
         layers = decoder_layers(model)
         middle = default_layer(attending_layers(model), len(layers))
         if isinstance(method, FastKV) and method.tsp_layer is None:
@@ -46,11 +45,7 @@ class HybridState(ReferenceState):
         return [kv_heads if index in attending else 0 for index in range(count)]
 
     def _choose(
-        self,
-        layer_idx: int,
-        queries: Sequence[Tensor],
-        positions: Sequence[int],
-        entries: Sequence[Sequence[Entry]],
+        self, layer_idx: int, queries: Heads, positions: Sequence[int], entries: Held
     ) -> Choice:
         if layer_idx not in attending_layers(self.model):
             return Choice([])
@@ -65,11 +60,7 @@ class HybridState(ReferenceState):
         return view
 
     def _view(
-        self,
-        layer_idx: int,
-        queries: Sequence[Tensor],
-        positions: Sequence[int],
-        entries: Sequence[Sequence[Entry]],
+        self, layer_idx: int, queries: Heads, positions: Sequence[int], entries: Held
     ) -> LayerView:
         """Returns the view of `ReferenceState`, with the rotated channels marked; see `turn_part`.
 
@@ -86,13 +77,8 @@ class HybridState(ReferenceState):
         return linear(centred_norm(hidden, untyped.model.norm), untyped.lm_head.weight)
 
     def _layer(
-        self,
-        layer_idx: int,
-        hidden: Tensor,
-        positions: Sequence[int],
-        rotary: Sequence[int],
-    ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """Runs one layer; a recurrent layer updates its state and returns no queries."""
+        self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
+    ) -> LayerOutput:
         layer = decoder_layers(self.model)[layer_idx]
         normed = centred_norm(hidden, layer.input_layernorm)
         queries: list[Tensor] = []
@@ -153,14 +139,7 @@ def turn_part(vector: Tensor, angles: Tensor) -> Tensor:
 def project_gated(
     attention: Any, normed: Tensor, positions: Sequence[int], turns: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], list[list[Entry]]]:
-    """Returns queries and gates per query head `[len, head_dim]`, and entries per KV head.
-
-    Args:
-        attention: the layer's attention module.
-        normed: `[len, hidden]`.
-        positions: of each token.
-        turns: rotary angles of each token.
-    """
+    """Returns queries and gates per query head `[len, head_dim]`, and entries per KV head."""
     head_dim = attention.head_dim
 
     def turned(rows: Tensor, norm: Any) -> list[Tensor]:

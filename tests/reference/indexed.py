@@ -63,7 +63,6 @@ class IndexedState(LatentState):
         rotary: Sequence[int],
         grown: Sequence[Entry],
     ) -> list[Tensor]:
-        """Returns the attention output of each query over the entries that the indexer picks."""
         held = [entry for entry in grown if isinstance(entry, IndexedEntry)]
         picked = self._picked(attention, normed, positions, rotary, held)
         outputs = []

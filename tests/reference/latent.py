@@ -19,7 +19,7 @@ from .anomaly import NestedKV
 from .attention import Entry, attention_probabilities
 from .decoder import decoder_layers, finish_layer, rms_norm, rotate
 from .droppers import CLAA
-from .generation import ReferenceState
+from .generation import Heads, Held, LayerOutput, ReferenceState
 from .methods import LayerView, Method
 from .query_agnostic import ExpectedAttention
 from .replayed import Replay
@@ -47,7 +47,6 @@ class LatentKeyDiff(KeyDiff):
     """
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns two minus the cosine, averaged over the heads."""
         return head_mean([two_minus_cosines(held) for held in per_head(layer.entries[head])])
 
 
@@ -56,7 +55,6 @@ class LatentLagKV(LagKV):
     """LagKV on the expanded keys and values, averaged over all heads."""
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns the heads' mean score."""
         return head_mean([self.of_entries(held) for held in per_head(layer.entries[head])])
 
 
@@ -65,7 +63,6 @@ class LatentNestedKV(NestedKV):
     """NestedKV on the expanded keys, averaged over all heads."""
 
     def of_entries(self, held: Sequence[Entry]) -> list[float]:
-        """Returns the heads' mean anomaly."""
         return head_mean([super(LatentNestedKV, self).of_entries(own) for own in per_head(held)])
 
 
@@ -74,7 +71,6 @@ class LatentExpectedAttention(ExpectedAttention):
     """ExpectedAttention with the norms of expanded values, averaged over all heads."""
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns the heads' mean expected-attention score."""
         found = []
         for queries, held in zip(layer.queries, per_head(layer.entries[head]), strict=True):
             pairs = zip(layer.entries[head], held, strict=True)
@@ -88,7 +84,6 @@ class LatentCLAA(CLAA):
     """CLAA in which every query head votes, since each has keys of its own."""
 
     def of_kv_heads(self, rows: list[list[float]], layer: LayerView) -> list[list[float]]:
-        """Returns the rows unchanged."""
         return rows
 
 
@@ -97,7 +92,6 @@ class LatentReplay(Replay):
     """Replay with the norms of expanded values, head by head."""
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
-        """Returns the scores per query head."""
         (held,) = layer.entries
         return [
             self.of_group(layer, [queries], held, [each.value for each in expanded])
@@ -124,7 +118,6 @@ class LatentState(ReferenceState):
     """The context of one row in a model of the DeepSeek V3 family."""
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
-        """Starts an empty context; see `ReferenceState`."""
         if isinstance(method, KeyDiff):
             method = LatentKeyDiff(**asdict(method))
         if isinstance(method, NestedKV):
@@ -144,25 +137,15 @@ class LatentState(ReferenceState):
         return [1] * len(decoder_layers(self.model))
 
     def _view(
-        self,
-        layer_idx: int,
-        queries: Sequence[Tensor],
-        positions: Sequence[int],
-        entries: Sequence[Sequence[Entry]],
+        self, layer_idx: int, queries: Heads, positions: Sequence[int], entries: Held
     ) -> LayerView:
-        """Returns the view of `ReferenceState`, in which only the rotary key is rotated."""
         view = super()._view(layer_idx, queries, positions, entries)
         config: Any = self.model.config
         return replace(view, rope_channels=slice(config.kv_lora_rank, None))
 
     def _layer(
-        self,
-        layer_idx: int,
-        hidden: Tensor,
-        positions: Sequence[int],
-        rotary: Sequence[int],
-    ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """Runs one layer; returns queries in the latents' space."""
+        self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
+    ) -> LayerOutput:
         layer = decoder_layers(self.model)[layer_idx]
         attention = layer.self_attn
         normed = rms_norm(hidden, layer.input_layernorm)
@@ -178,7 +161,6 @@ class LatentState(ReferenceState):
     def _entries(
         self, attention: Any, normed: Tensor, positions: Sequence[int], rotary: Sequence[int]
     ) -> list[Entry]:
-        """Returns the entries to store for the new tokens; see `latent_entries`."""
         return latent_entries(attention, normed, positions, rotary)
 
     def _attend(
@@ -190,7 +172,6 @@ class LatentState(ReferenceState):
         rotary: Sequence[int],
         grown: Sequence[Entry],
     ) -> list[Tensor]:
-        """Returns, for each query head, its attention output `[len, v]`."""
         scaling, outputs = float(attention.scaling), []
         for head_queries, held in zip(queries, per_head(grown), strict=True):
             given = attention_probabilities(head_queries, positions, held, scaling)
@@ -208,13 +189,7 @@ def turn(attention: Any, vector: Tensor, position: int) -> Tensor:
 
 
 def expanded_queries(attention: Any, normed: Tensor, rotary: Sequence[int]) -> list[Tensor]:
-    """Returns, per query head, the queries `[len, nope + rope]` with the last `rope` rotated.
-
-    Args:
-        attention: the layer's attention module.
-        normed: `[len, hidden]`.
-        rotary: position of each token.
-    """
+    """Returns, per query head, the queries `[len, nope + rope]` with the last `rope` rotated."""
     if attention.q_lora_rank is None:
         flat = linear(normed, attention.q_proj.weight)
     else:
@@ -243,14 +218,7 @@ def expansions(attention: Any) -> list[tuple[Tensor, Tensor]]:
 def latent_entries(
     attention: Any, normed: Tensor, positions: Sequence[int], rotary: Sequence[int]
 ) -> list[Entry]:
-    """Returns the entries that the layer stores for the new tokens.
-
-    Args:
-        attention: the layer's attention module.
-        normed: `[len, hidden]`.
-        positions: of each token in the row.
-        rotary: rotary position of each token's rotary key.
-    """
+    """Returns the entries that the layer stores for the new tokens."""
     projection = attention.kv_a_proj_with_mqa
     rank = attention.kv_lora_rank
     matrices = expansions(attention)

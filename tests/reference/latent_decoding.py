@@ -9,13 +9,9 @@ from dataclasses import asdict, dataclass, replace
 
 from .decoding import HeadView, Redundancy, Rule, Unlike, Watched
 from .indexed import IndexedState
-from .latent import LatentState, per_head
+from .latent import per_head
 from .scored_methods import two_minus_cosines
 from .selection import head_mean
-
-
-class WatchedLatentState(Watched, LatentState):
-    """The watched context of a DeepSeek V3 model; see `BoundedState.kind`."""
 
 
 class WatchedIndexedState(Watched, IndexedState):
@@ -27,7 +23,6 @@ class LatentUnlike(Unlike):
     """The rule of KeyDiff on the expanded keys."""
 
     def scores(self, head: HeadView) -> list[float]:
-        """Returns two minus the cosine, averaged over the heads."""
         return head_mean([two_minus_cosines(held) for held in per_head(head.entries)])
 
 
@@ -36,7 +31,6 @@ class LatentRedundancy(Redundancy):
     """The rule of R-KV on the expanded keys, with each head as its own group."""
 
     def scores(self, head: HeadView) -> list[float]:
-        """Returns the heads' mean score."""
         found = []
         for queries, held in zip(head.queries, per_head(head.entries), strict=True):
             importances = self.importances(replace(head, queries=[queries]))

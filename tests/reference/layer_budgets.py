@@ -8,13 +8,7 @@ from .selection import budget
 
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
-    """A SnapKV whose budget is highest at the first layer and lowest at the last.
-
-    Attributes:
-        beta: at least 1; a mean of `f` free places falls from about `f * (2 - 1 / beta)` to about
-            `f / beta`.
-        floor: free places that every layer gets, if the mean is not smaller.
-    """
+    """A SnapKV whose budget is highest at the first layer and lowest at the last."""
 
     beta: int = 20
     floor: int = field(default=0, kw_only=True)
@@ -38,10 +32,6 @@ class SpireKV(PyramidKV):
     """A PyramidKV that passes on only the most salient new tokens after one layer.
 
     Every layer has places for a salient token and half its neighbours.
-
-    Attributes:
-        tsp_layer: the layer after which tokens are dropped.
-        tsp_rate: fraction of all tokens seen that is passed on.
     """
 
     tsp_layer: int = 1
@@ -53,7 +43,6 @@ class SpireKV(PyramidKV):
         object.__setattr__(self, "floor", 1 + self.kernel_size // 2)
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps tokens like PyramidKV; at `tsp_layer`, also chooses the tokens to pass on."""
         choice = super().choose(layer)
         if layer.layer_idx != self.tsp_layer:
             return choice

@@ -1,5 +1,6 @@
 """The methods, which choose at each layer the entries to keep and the tokens to pass on."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -7,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .attention import Entry
+from .attention import Entry, attention_probabilities
 from .selection import (
     below,
     budget,
@@ -17,7 +18,6 @@ from .selection import (
     max_pool_peak_first,
     sinks_and_recent,
     window_and_highest,
-    window_saliency,
 )
 
 
@@ -52,6 +52,20 @@ class LayerView:
     notes: dict[int, Any] = field(default_factory=dict)
 
 
+def window_attention(layer: LayerView, window_size: int) -> list[list[float]]:
+    """Returns, per query head, the last queries' summed attention to the keys before the window."""
+    group = len(layer.queries) // len(layer.entries)
+    found = []
+    for head, queries in enumerate(layer.queries):
+        held = layer.entries[head // group]
+        given = attention_probabilities(
+            queries[-window_size:], layer.new_positions[-window_size:], held, layer.scaling
+        )
+        before = max(0, len(held) - window_size)
+        found.append([math.fsum(given[:, key].tolist()) for key in range(before)])
+    return found
+
+
 @dataclass(frozen=True)
 class Choice:
     """A method's decision at one layer.
@@ -79,7 +93,6 @@ class FullContext:
     """A method that keeps everything and passes everything on."""
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps all entries and passes all tokens on."""
         return Choice([list(range(len(held))) for held in layer.entries])
 
 
@@ -100,7 +113,6 @@ class StreamingLLM:
     protect: int = field(default=0, kw_only=True)
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps the first and the most recent entries, and passes all tokens on."""
         kept = []
         first = max(self.num_sinks, self.protect)
         for held in layer.entries:
@@ -140,14 +152,7 @@ class SnapKV:
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
         """Returns, per query head, the pooled scores of the keys before the window."""
-        found = window_saliency(
-            layer.queries,
-            layer.new_positions,
-            layer.entries,
-            window_size=self.window_size,
-            kernel_size=1,
-            scaling=layer.scaling,
-        )
+        found = window_attention(layer, self.window_size)
         pool = max_pool_peak_first if self.peak_first else max_pool
         if not self.group_first:
             return [pool(row, self.kernel_size) for row in found]
@@ -181,7 +186,6 @@ class SnapKV:
         )
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps window, protected and most salient entries per KV head; passes all tokens on."""
         kept, margins = [], []
         for held, scores in zip(layer.entries, self.head_scores(layer), strict=True):
             exempt = self.exempt([entry.position for entry in held])
@@ -209,7 +213,6 @@ class FastKV(SnapKV):
     tsp_tokens: int | None = None
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps tokens like SnapKV; at `tsp_layer`, also chooses the tokens to pass on."""
         choice = super().choose(layer)
         tsp_layer = layer.num_layers // 2 - 1 if self.tsp_layer is None else self.tsp_layer
         assert 0 <= tsp_layer < layer.num_layers, "tsp_layer is not a layer of this model"
@@ -222,11 +225,7 @@ class FastKV(SnapKV):
 def pass_on(
     method: SnapKV, layer: LayerView, rate: float | None, tokens: int | None = None
 ) -> tuple[list[int], float]:
-    """Chooses the new tokens to pass on, by `method`'s saliency averaged over all query heads.
-
-    Returns:
-        Indices of the new tokens, ascending, and the margin of the choice.
-    """
+    """Chooses the new tokens to pass on, by `method`'s saliency averaged over all query heads."""
     new_len = len(layer.new_positions)
     group = len(layer.queries) // len(layer.entries)
     competing = max(0, new_len - method.window_size)

@@ -19,13 +19,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 def latent_model(
     seed: int, *, num_layers: int = 4, attn_implementation: str = "sdpa"
 ) -> PreTrainedModel:
-    """Builds a tiny DeepSeek V3; its first layer has an MLP, the other layers have experts.
-
-    Args:
-        seed: of the weights.
-        num_layers: decoder layers.
-        attn_implementation: attention function of Transformers.
-    """
+    """Builds a tiny DeepSeek V3; its first layer has an MLP, the other layers have experts."""
     build = BUILDS["deepseek_v3"]
     options = {**build.options, "num_hidden_layers": num_layers}
     build = replace(build, options=options)
@@ -38,11 +32,6 @@ def indexed_model(
     """Builds a tiny DeepSeek V3.2; its first layer has an MLP, the other layers have experts.
 
     It has many index heads: with few heads, scores are often 0, so that several are equally good.
-
-    Args:
-        seed: of the weights.
-        index_topk: tokens that a query attends to.
-        attn_implementation: attention function of Transformers.
     """
     sizes = {"index_topk": index_topk, "index_n_heads": 32, "index_head_dim": 16}
     build = Family("deepseek_v32", {**BUILDS["deepseek_v3"].options, **sizes})
@@ -60,11 +49,6 @@ def hybrid_model(
 
     As initialised, most heads forget everything in one step, so that what was read before hardly
     matters. Here a head's memory decays to a half in about 2 to 100 tokens.
-
-    Args:
-        seed: of the weights.
-        layer_types: of each decoder layer.
-        attn_implementation: attention function of Transformers.
     """
     build = BUILDS["qwen3_next"]
     options = {

@@ -54,21 +54,6 @@ def tiny_model(
 
     The configuration has no end-of-sequence token (`eos_token_id=None`), so `generate` always runs
     to `max_new_tokens`. `PAD_TOKEN_ID` has an ordinary embedding: padding that leaks shows.
-
-    Args:
-        family: one of `FAMILIES`.
-        seed: of the weights; the global random state is neither used nor changed.
-        num_layers: decoder layers.
-        query_heads: query heads per layer, a multiple of `kv_heads` and a divisor of `hidden_size`.
-        kv_heads: key/value heads per layer.
-        hidden_size: width of the residual stream.
-        intermediate_size: width of the MLP.
-        scale: standard deviation of the entries of queries and keys; attention scores before the
-            softmax have about `scale ** 2`.
-        attn_implementation: attention function of Transformers, such as "sdpa" or "eager".
-
-    Returns:
-        The model, with untied embeddings, default rotary embedding and no sliding window.
     """
     config_class, model_class = _CLASSES[family]
     options: dict[str, Any] = {

@@ -10,15 +10,7 @@ from .selection import highest, margin
 
 @dataclass(frozen=True)
 class PyramidInfer:
-    """Passes on the tail, the sinks and the best of the other tokens.
-
-    Attributes:
-        recent_rate: fraction of all tokens seen; the tail is one token more.
-        decay_ratio: fraction of the rest that is passed on after the last layers.
-        distance_weight: weight of the tail's last query; its first has 1.
-        num_sinks: positions below this are always passed on.
-        min_context: nothing is dropped if so many of the rest, or fewer, would be left.
-    """
+    """Passes on the tail, the sinks and the best of the other tokens."""
 
     recent_rate: float = 0.2
     decay_ratio: float = 0.7
@@ -27,7 +19,6 @@ class PyramidInfer:
     min_context: int = 64
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps all entries; after every layer but the last, passes on fewer tokens."""
         kept = [list(range(len(held))) for held in layer.entries]
         if layer.layer_idx == layer.num_layers - 1:
             return Choice(kept)

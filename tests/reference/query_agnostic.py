@@ -44,20 +44,7 @@ def expected_scores(
     epsilon: float,
     channels: slice = slice(None),
 ) -> list[float]:
-    """Returns the expected-attention score of each entry of a KV head; sinks get 0.
-
-    Args:
-        queries: per query head of the group, the query of each new token.
-        query_positions: positions of these tokens.
-        held: the head's entries.
-        next_position: position of the first future token.
-        scaling: factor on the products.
-        theta: base of the rotary frequencies.
-        num_sinks: positions below this are left out.
-        future_len: number of future positions that are averaged over.
-        epsilon: added to the shares.
-        channels: which of a head's channels are rotated.
-    """
+    """Returns the expected-attention score of each entry of a KV head; sinks get 0."""
     width = len(held[0].key)
     ahead = range(next_position, next_position + future_len)
     units = torch.eye(width, dtype=torch.float64)
@@ -95,18 +82,12 @@ def expected_scores(
 
 @dataclass(frozen=True)
 class Protected(Scored):
-    """Base of methods that keep the last entries, the first positions and the highest scores.
-
-    Attributes:
-        num_sinks: positions below this are kept.
-        positive: whether scores are positive, so that margins are relative to the kept score.
-    """
+    """Base of methods that keep the last entries, the first positions and the highest scores."""
 
     num_sinks: int = 4
     positive: bool = False
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps entries like `Scored`, and also the first positions."""
         kept, margins = [], []
         for head, held in enumerate(layer.entries):
             outside = max(len(held) - self.window_size, 0)
@@ -132,7 +113,6 @@ class ExpectedAttention(Protected):
     epsilon: float = 0.0
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns the scores of `expected_scores`."""
         group = len(layer.queries) // len(layer.entries)
         assert layer.rope_theta is not None
         return expected_scores(
@@ -173,19 +153,7 @@ def chunk_attentions(
     chunk_size: int,
     kernel_size: int,
 ) -> list[float]:
-    """Returns each entry's attention from its chunk, times the norm of its value.
-
-    Args:
-        queries: per query head of the group, the query of each new token that takes part.
-        query_positions: positions of these tokens.
-        held: the entries that take part, sinks and last ones left out.
-        num_sinks: where the first chunk begins.
-        chunk_size: positions of a chunk.
-        kernel_size: width of the average-pooling over the held entries.
-
-    Returns:
-        One number for each entry; 0 where its chunk has no query.
-    """
+    """Returns each entry's attention from its chunk, times the norm of its value."""
     chunks: dict[int, list[int]] = defaultdict(list)
     for j, entry in enumerate(held):
         chunks[(entry.position - num_sinks) // chunk_size].append(j)
@@ -222,7 +190,6 @@ class Compactor(Protected):
     seed: int = 0
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns scores of the entries between sinks and last entries; 0 for these."""
         held = layer.entries[head]
         end = max(len(held) - self.window_size, 0)
         inside = [j for j in range(end) if held[j].position >= self.num_sinks]
@@ -257,18 +224,12 @@ def projected(value: Tensor, weight: Tensor, head: int) -> float:
 
 @dataclass(frozen=True)
 class CriticalKV(SnapKV):
-    """A SnapKV that fills part of its budget by saliency times norm of projected values.
-
-    Attributes:
-        first_share: share of the budget that saliency alone fills.
-        epsilon: added to the saliency in the second half.
-    """
+    """A SnapKV that fills part of its budget by saliency times norm of projected values."""
 
     first_share: float = 0.5
     epsilon: float = 1e-4
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps per KV head the window, the most salient entries and the best weighted others."""
         assert layer.output_weight is not None
         group = len(layer.queries) // len(layer.entries)
         kept, margins = [], []

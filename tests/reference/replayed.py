@@ -28,16 +28,6 @@ def replayed_peaks(
 
     The last entries are those of the queries: each is asked for by its own query and by the `reach`
     queries before it; entries that were held before, by all queries.
-
-    Args:
-        queries: per query head of the group, the query of each new token.
-        query_positions: positions of these tokens.
-        held: the entries of the KV head; the last one is the row's last token.
-        scaling: factor on the products.
-        theta: base of the rotary frequencies.
-        channels: which of a head's channels are rotated.
-        reach: queries before an entry that ask for it.
-        sample_size: entries after the first four whose exponentials are summed, for all of them.
     """
     after = held[-1].position + 1
     older = len(held) - len(query_positions)
@@ -70,7 +60,6 @@ class Replay(SnapKV):
     window_size: int = 0
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
-        """Returns the scores per query head, the same for all heads of a group."""
         group = len(layer.queries) // len(layer.entries)
         found = []
         for head, held in enumerate(layer.entries):

@@ -20,15 +20,7 @@ def lag_scores(
     num_sinks: int,
     lag_size: int,
 ) -> list[float]:
-    """Returns each token's score: 2 for a sink, else its rank in its run or its recency.
-
-    Args:
-        positions: positions of the tokens, ascending.
-        keys: key of each token.
-        values: value of each token.
-        num_sinks: positions below this are sinks.
-        lag_size: tokens of a run.
-    """
+    """Returns each token's score: 2 for a sink, else its rank in its run or its recency."""
     sinks = sum(position < num_sinks for position in positions)
     behind = range(sinks, len(positions))
     starts = range(sinks, len(positions) - lag_size + 1, lag_size)
@@ -61,22 +53,15 @@ def unevenness(run: Sequence[Sequence[float]], following: Sequence[Sequence[floa
 
 @dataclass(frozen=True)
 class LagKV(Scored):
-    """Keeps the tokens that differ most from the run after their own.
-
-    Attributes:
-        num_sinks: positions below this are sinks, which score highest.
-        lag_size: tokens of a run.
-    """
+    """Keeps the tokens that differ most from the run after their own."""
 
     num_sinks: int = 4
     lag_size: int = 128
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns the scores by `lag_scores`."""
         return self.of_entries(layer.entries[head])
 
     def of_entries(self, held: Sequence[Entry]) -> list[float]:
-        """Returns the scores of one head's entries."""
         return lag_scores(
             [entry.position for entry in held],
             [entry.key.tolist() for entry in held],
@@ -88,16 +73,11 @@ class LagKV(Scored):
 
 @dataclass(frozen=True)
 class ChunkKV(SnapKV):
-    """A SnapKV that scores chunks by the mean over their tokens and all heads.
-
-    Attributes:
-        chunk_length: positions of a chunk.
-    """
+    """A SnapKV that scores chunks by the mean over their tokens and all heads."""
 
     chunk_length: int = 10
 
     def head_scores(self, layer: LayerView) -> list[list[float]]:
-        """Returns, per KV head, the mean score of each key's chunk, for keys before the window."""
         saliency = self.saliency(layer)
         group = len(layer.queries) // len(layer.entries)
         chunks = [[entry.position // self.chunk_length for entry in held] for held in layer.entries]

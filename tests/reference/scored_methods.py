@@ -13,12 +13,7 @@ from .selection import budget, head_mean, highest, margin
 
 @dataclass(frozen=True)
 class Scored:
-    """Base of methods that keep the last `window_size` entries and the highest other scores.
-
-    Attributes:
-        retention_rate: fraction of all tokens seen.
-        window_size: last entries, always kept.
-    """
+    """Base of methods that keep the last `window_size` entries and the highest other scores."""
 
     retention_rate: float = 0.1
     window_size: int = 8
@@ -28,7 +23,6 @@ class Scored:
         raise NotImplementedError
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps the window and the highest other entries per KV head, and passes all tokens on."""
         kept, margins = [], []
         for head, held in enumerate(layer.entries):
             count = budget(
@@ -65,7 +59,6 @@ class H2O(Scored):
     """Keeps tokens by the summed attention of all the prompt's queries."""
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns the column sums of the causal attention matrix."""
         return group_attention(layer, head, None)
 
 
@@ -76,7 +69,6 @@ class TOVA(Scored):
     window_size: int = 1
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns the last query's attention, averaged over the group."""
         return group_attention(layer, head, 1)
 
 
@@ -85,7 +77,6 @@ class KeyDiff(Scored):
     """Keeps keys that point away from the keys' mean direction."""
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns two minus the cosine between each key and the mean direction."""
         return two_minus_cosines(layer.entries[head])
 
 

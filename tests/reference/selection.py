@@ -3,10 +3,6 @@
 import math
 from collections.abc import Collection, Sequence
 
-from torch import Tensor
-
-from .attention import Entry, attention_probabilities
-
 
 def budget(
     rate: float | None, tokens: int | None, *, seen: int, available: int, protected: int
@@ -15,16 +11,6 @@ def budget(
 
     `min(available, max(int(seen * rate), protected, 1))`, or with `tokens` in place of the product:
     at least one, so that no context is ever emptied.
-
-    Args:
-        rate: fraction of all tokens seen, in (0, 1]; None where `tokens` is given.
-        tokens: number of tokens, or None; if given, it decides.
-        seen: tokens of the row's context so far, the new ones included.
-        available: tokens there are to choose from.
-        protected: tokens that are always kept.
-
-    Returns:
-        The budget in tokens.
     """
     if tokens is None:
         assert rate is not None, "a budget is a rate or a number of tokens"
@@ -98,17 +84,7 @@ def below(positions: Sequence[int], first: int) -> list[int]:
 def window_and_highest(
     scores: Sequence[float], length: int, count: int, exempt: Collection[int] = ()
 ) -> list[int]:
-    """Returns the indices of the window, the exempt entries and the highest others.
-
-    Args:
-        scores: scores of the tokens before the window.
-        length: number of all tokens, window included; the window is `length - len(scores)` tokens.
-        count: budget, at least the window and the exempt.
-        exempt: indices before the window that are kept whatever their score.
-
-    Returns:
-        `count` indices below `length`, ascending.
-    """
+    """Returns the indices of the window, the exempt entries and the highest others."""
     window = list(range(len(scores), length))
     free = count - len(window) - len(exempt)
     assert free >= 0, "the window and the exempt are always kept"
@@ -118,16 +94,7 @@ def window_and_highest(
 
 
 def sinks_and_recent(positions: Sequence[int], num_sinks: int, count: int) -> list[int]:
-    """Returns the indices of the sinks, below `num_sinks`, and of the most recent entries.
-
-    Args:
-        positions: positions of the available tokens, ascending.
-        num_sinks: positions below this are sinks.
-        count: budget, at least the number of available sinks.
-
-    Returns:
-        `count` indices into `positions`, ascending.
-    """
+    """Returns the indices of the sinks, below `num_sinks`, and of the most recent entries."""
     sinks = [index for index, position in enumerate(positions) if position < num_sinks]
     assert count >= len(sinks), "sinks are always kept"
     others = list(range(len(sinks), len(positions)))
@@ -147,16 +114,8 @@ def margin(
     This is the minimum of `(kept - dropped) / kept` over all kept and dropped tokens of different
     score; a small one means that rounding may change the choice. Equal scores do not count, since
     pooling makes neighbours equal in every implementation.
-
-    Args:
-        scores: scores of the tokens that competed; positive if there is no `scale`.
-        chosen: indices of the kept tokens; indices beyond `scores` (the window) are ignored.
-        exempt: indices of tokens that did not compete.
-        scale: divides the gap instead of the kept score, for scores of any sign: the size of the
-            terms whose rounding makes the scores uncertain.
-
-    Returns:
-        The gap, or infinity if no kept score is above a dropped one.
+    `scale` divides the gap instead of the kept score, for scores of any sign. Indices in `chosen`
+    beyond `scores` (the window) are ignored.
     """
     competed = [index for index in range(len(scores)) if index not in exempt]
     kept = [scores[index] for index in competed if index in chosen]
@@ -165,42 +124,6 @@ def margin(
         ((k - d) / (k if scale is None else scale) for k in kept for d in dropped if k > d),
         default=math.inf,
     )
-
-
-def window_saliency(
-    queries: Sequence[Tensor],
-    query_positions: Sequence[int],
-    entries: Sequence[Sequence[Entry]],
-    *,
-    window_size: int,
-    kernel_size: int,
-    scaling: float,
-) -> list[list[float]]:
-    """Returns the last queries' summed and max-pooled attention to the keys before the window.
-
-    Args:
-        queries: per query head `[query_len, head_dim]`; the last `window_size` (or as many as there
-            are) observe.
-        query_positions: of each query.
-        entries: per KV head what the layer holds, the queries' own tokens last.
-        window_size: the last keys, which get no score.
-        kernel_size: odd width of the pooling, over the order of the keys held.
-        scaling: factor on the products.
-
-    Returns:
-        Per query head one score for each key before the window; empty where there is none.
-    """
-    group = len(queries) // len(entries)
-    pooled: list[list[float]] = []
-    for head, head_queries in enumerate(queries):
-        held = entries[head // group]
-        observing = head_queries[-window_size:]
-        seen_from = query_positions[-window_size:]
-        probabilities = attention_probabilities(observing, seen_from, held, scaling)
-        before_window = max(0, len(held) - window_size)
-        sums = [math.fsum(probabilities[:, key].tolist()) for key in range(before_window)]
-        pooled.append(max_pool(sums, kernel_size))
-    return pooled
 
 
 def head_mean(rows: Sequence[Sequence[float]]) -> list[float]:

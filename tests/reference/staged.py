@@ -7,17 +7,11 @@ from .methods import Choice, LayerView, SnapKV, pass_on
 
 @dataclass(frozen=True)
 class Staged(SnapKV):
-    """A SnapKV that passes on only the most salient new tokens after each stage's layer.
-
-    Attributes:
-        stages: pairs of a layer, each at most once, and the fraction of all tokens seen that the
-            layer passes on, out of the new tokens that reached it.
-    """
+    """A SnapKV that passes on only the most salient new tokens after each stage's layer."""
 
     stages: tuple[tuple[int, float], ...] = ()
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps tokens like SnapKV; at a stage's layer, also chooses the tokens to pass on."""
         rates = dict(self.stages)
         assert len(rates) == len(self.stages), "one stage for a layer"
         choice = super().choose(layer)

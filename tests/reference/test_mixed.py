@@ -20,10 +20,10 @@ from tests.reference import (
     ReferenceState,
     SnapKV,
     StreamingLLM,
-    TurnResult,
     random_tokens,
 )
 from tests.reference.attention import attention_probabilities
+from tests.reference.comparing import max_error
 from tests.reference.cut import cut_logits
 from tests.reference.decoder import decoder_layers, embed, rms_norm
 from tests.reference.delta_net import DeltaState, read_tokens
@@ -48,11 +48,7 @@ MIXED: dict[str, tuple[Callable[..., PreTrainedModel], type[ReferenceState]]] = 
 if HAS_INDEXERS:
     MIXED["indexed"] = (indexed_model, IndexedState)
     MIXED["indexed, all picked"] = (partial(indexed_model, index_topk=99), IndexedState)
-KEEPS_ALL: list[Method] = [
-    SnapKV(1.0),
-    FastKV(1.0, tsp_rate=1.0),
-    GemFilter(retention_rate=1.0),
-]
+KEEPS_ALL: list[Method] = [SnapKV(1.0), FastKV(1.0, tsp_rate=1.0), GemFilter(retention_rate=1.0)]
 EVICTS: list[Method] = [
     StreamingLLM(0.3, num_sinks=3),
     SnapKV(0.3, window_size=5, kernel_size=3),
@@ -61,17 +57,6 @@ EVICTS: list[Method] = [
     PyramidInfer(decay_ratio=0.5, min_context=4),
 ]
 mixed = pytest.mark.parametrize("kind", MIXED)
-
-
-def max_error(ours: Tensor, theirs: Tensor) -> float:
-    """Returns the largest difference between two tensors."""
-    assert ours.shape == theirs.shape
-    return float((ours - theirs).abs().max())
-
-
-def logits_of_turn(turn: TurnResult) -> Tensor:
-    """Returns a turn's logits `[1 + num_decode, vocab]`."""
-    return torch.cat([turn.prefill_logits[None], turn.decode_logits])
 
 
 @torch.no_grad()
@@ -93,8 +78,8 @@ def test_two_turns_in_full_equal_one_forward(kind: str, seed: int) -> None:
     row = [*prompt, *first.tokens[:-1], *question, *second.tokens[:-1]]
     theirs = whole(model, row)
     for turn in (first, second):
-        assert max_error(logits_of_turn(turn), theirs[turn.end - 1 : turn.end + 6]) < TOLERANCE
-        assert 0.5 < float(logits_of_turn(turn).std()) < 4
+        assert max_error(turn.logits, theirs[turn.end - 1 : turn.end + 6]) < TOLERANCE
+        assert 0.5 < float(turn.logits.std()) < 4
     assert len(set(first.tokens)) > 2
 
 
@@ -108,7 +93,7 @@ def test_keeping_everything_equals_full_context(kind: str, method: Method) -> No
         state = state_class(model, each)
         results.append([state.turn(random_tokens(5 + at, 21), 2) for at in range(2)])
     for full, ours in zip(*results, strict=True):
-        assert torch.equal(logits_of_turn(full), logits_of_turn(ours))
+        assert torch.equal(full.logits, ours.logits)
         assert ours.propagated == {}
 
 
@@ -152,7 +137,7 @@ def test_latent_choices_equal_the_models_own_attention_masked(method: Method) ->
     turn = LatentState(model, method).turn(prompt, 7)
     assert all(len(layer) == 1 for layer in turn.kept)
     theirs = family_logits(model, [*prompt, *turn.tokens[:-1]], turn.act)[46:]
-    assert max_error(logits_of_turn(turn), theirs) < TOLERANCE
+    assert max_error(turn.logits, theirs) < TOLERANCE
     full = LatentState(model, FullContext()).turn(prompt, 7, forced=turn.tokens[:-1])
     assert max_error(turn.decode_logits, full.decode_logits) > 0.1
 
@@ -172,7 +157,7 @@ def test_what_was_evicted_is_not_picked(method: Method) -> None:
         keys[:, 47:, kept[0]] = True
         seen.append(Seen(keys, torch.ones(len(row), dtype=torch.bool)))
     theirs = dense_logits(model, row, 47, seen)[46:]
-    assert max_error(logits_of_turn(turn), theirs) < TOLERANCE
+    assert max_error(turn.logits, theirs) < TOLERANCE
     full = IndexedState(model, FullContext()).turn(prompt, 7, forced=turn.tokens[:-1])
     assert max_error(turn.decode_logits, full.decode_logits) > 0.1
 
@@ -185,7 +170,7 @@ def test_hybrid_choices_equal_the_models_own_layers_cut(method: Method) -> None:
     turn = HybridState(model, method).turn(prompt, 7)
     assert [len(layer) for layer in turn.kept] == [0, 2, 0, 2, 0]
     theirs = cut_logits(model, [*prompt, *turn.tokens[:-1]], turn.act)
-    assert max_error(logits_of_turn(turn), theirs) < TOLERANCE
+    assert max_error(turn.logits, theirs) < TOLERANCE
     full = HybridState(model, FullContext()).turn(prompt, 7, forced=turn.tokens[:-1])
     assert max_error(turn.decode_logits, full.decode_logits) > 0.1
 
@@ -248,9 +233,9 @@ def test_a_restart_leaves_nothing_of_the_first_pass() -> None:
     chosen = [prompt[at] for at in first.propagated[1]]
     row = [*chosen, *first.tokens[:-1]]
     assert len(chosen) == 16
-    assert max_error(logits_of_turn(first), whole(model, row)[15:]) < TOLERANCE
+    assert max_error(first.logits, whole(model, row)[15:]) < TOLERANCE
     second = state.turn(question, 3)
     chosen = [question[at - first.end - 3] for at in second.propagated[1]]
     assert len(chosen) == 32  # int(81 * 0.4)
     row = [*row, *chosen, *second.tokens[:-1]]
-    assert max_error(logits_of_turn(second), whole(model, row)[-4:]) < TOLERANCE
+    assert max_error(second.logits, whole(model, row)[-4:]) < TOLERANCE

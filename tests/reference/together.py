@@ -193,7 +193,6 @@ class TogetherState(ReferenceState):
     method: Together
 
     def __init__(self, model: object, method: object) -> None:
-        """Starts an empty context; see `ReferenceState`."""
         super().__init__(model, method)  # type: ignore[arg-type]
         self.ids: list[int] = []
 

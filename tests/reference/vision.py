@@ -261,14 +261,7 @@ class Outcome:
 
 @torch.no_grad()
 def read(row: VisionRow, prompts: Sequence[tuple[int, int]], method: VisionMethod) -> Outcome:
-    """Runs a whole row, prompts and answers, through all layers.
-
-    Args:
-        row: the row.
-        prompts: first and last + 1 position of each, ascending; the method chooses after each. The
-            tokens between and after them are appended.
-        method: what each layer keeps and passes on.
-    """
+    """Runs a whole row, prompts and answers, through all layers."""
     alive = list(range(len(row.embeddings)))
     hidden = row.embeddings
     outcome = Outcome(hidden, alive, [[] for _ in prompts], [{} for _ in prompts])
@@ -354,11 +347,7 @@ def _visible(
 
 
 def _run_layer(
-    row: VisionRow,
-    layer_idx: int,
-    hidden: Tensor,
-    present: Sequence[int],
-    visible: Tensor,
+    row: VisionRow, layer_idx: int, hidden: Tensor, present: Sequence[int], visible: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Runs one layer module over the present tokens and returns its output and attention."""
     layer = row.decoder.layers[layer_idx]

@@ -1,5 +1,7 @@
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +16,16 @@ from tests.integrations.model.builds.catalogue import builds
 from tests.needle import load_tokenizer
 
 
-def saved(name: str, folder: Path) -> str:
-    builds()[name].model().save_pretrained(folder)
-    load_tokenizer().save_pretrained(folder)
-    return str(folder)
+@pytest.fixture
+def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """The command's exit status and what it prints of a tiny model."""
+
+    def check(name: str, *more: str) -> tuple[int, str]:
+        builds()[name].model().save_pretrained(tmp_path)
+        load_tokenizer().save_pretrained(tmp_path)
+        return main(["check", str(tmp_path), *more]), capsys.readouterr().out
+
+    return check
 
 
 def rows_of(out: str) -> dict[str, str]:
@@ -43,52 +51,45 @@ def test_the_default_model_works_with_all(capsys: pytest.CaptureFixture[str]) ->
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_model_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", saved("llava", tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert "LlavaForConditionalGeneration" in out
-    assert rows_of(out)["fastkv"].strip() == "yes"
-
-
-def test_kinds_and_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At a length that windows do not see, what drops after one is refused, with the reason."""
-    assert main(["check", saved("gemma2", tmp_path), "--context", "40"]) == 0
-    out = capsys.readouterr().out
-    assert "layers of sliding window" in out
-    assert rows_of(out)["fastkv"].strip() == "yes"
-    assert rows_of(out)["gemfilter"].startswith("no: context must fit the sliding")
-
-
-def test_what_cannot_work_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", saved("bloom", tmp_path)]) == 1
-    out = capsys.readouterr().out
-    assert all(each.startswith("no: attention scores must") for each in rows_of(out).values())
-
-
-def test_reasons_name_classes_in_sentences(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "more", "status", "said", "policy", "found"),
+    [
+        ("llava", (), 0, "LlavaForConditionalGeneration", "fastkv", "yes"),
+        # At a length that windows do not see, what drops after one is refused, with the reason.
+        ("gemma2", ("--context", "40"), 0, "layers of sliding window", "fastkv", "yes"),
+        (
+            "gemma2",
+            ("--context", "40"),
+            0,
+            "layers of sliding window",
+            "gemfilter",
+            "no: context must fit the sliding",
+        ),
+        ("bloom", (), 1, "BloomForCausalLM (bloom)", "snapkv", "no: attention scores must"),
+    ],
+)
+def test_what_can_be_applied(
+    shown: Any, name: str, more: Any, status: int, said: str, policy: str, found: str
 ) -> None:
-    assert main(["check", saved("falcon", tmp_path)]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "it cannot be applied to FalconForCausalLM, whose attention" in out
-    assert not re.search(r"\w\(", out)
+    done, out = shown(name, *more)
+    assert done == status
+    assert said in out
+    assert rows_of(out)[policy].strip().startswith(found)
+    if status:
+        assert all(each.startswith(found) for each in rows_of(out).values())
 
 
-def test_attention_that_shows_no_queries(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", saved("falcon", tmp_path)]) == 0
-    out = capsys.readouterr().out
+def test_attention_that_shows_no_queries(shown: Any) -> None:
+    """Reasons name classes in sentences."""
+    status, out = shown("falcon")
+    joined = " ".join(out.split())
+    assert status == 0
+    assert "it cannot be applied to FalconForCausalLM, whose attention" in joined
+    assert not re.search(r"\w\(", joined)
     assert "attention shows no queries: policies that read queries cannot be applied" in out
     work = {name for name, each in rows_of(out).items() if each.strip() == "yes"}
     assert work == {
-        "full_context",
-        "streamingllm",
-        "key_norm",
-        "keydiff",
-        "nestedkv",
-        "lagkv",
-        "curdkv",
+        *("full_context", "streamingllm", "key_norm", "keydiff", "nestedkv", "lagkv", "curdkv"),
         "random",
     }
 
@@ -154,11 +155,9 @@ def test_every_reason_is_a_sentence(name: str) -> None:
         assert not re.search(r"\w\(|\w=|\[\d|\[\.\.\.\]|<", each), each
 
 
-def test_reasons_are_of_the_policy_and_not_of_the_self_checks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", saved("ministral", tmp_path), "--context", "4096"]) == 0
-    out = capsys.readouterr().out
+def test_reasons_are_of_the_policy_and_not_of_the_self_checks(shown: Any) -> None:
+    status, out = shown("ministral", "--context", "4096")
+    assert status == 0
     reasons = {name: each for name, each in rows_of(out).items() if each.startswith("no:")}
     assert {"fastkv", "claa", "lazyllm"} <= set(reasons)
     joined = " ".join(out.split())

@@ -11,7 +11,7 @@ import pytest
 from kvpolicy.evaluation.commands.compare import SHOWN
 from kvpolicy.evaluation.comparison import study
 from kvpolicy.registry import registered
-from tests.evaluation.support import Run, fails
+from tests.evaluation.support import Run, works
 from tests.evaluation.tokenizers import tiny_tokenizer
 
 QUICK = ("--context", 300, "--count", 2, "--rounds", 1, "--answer-tokens", 1, "--threads", 1)
@@ -32,8 +32,7 @@ def test_table_file_and_picture(run: Run, folder: Path, tmp_path: Path) -> None:
     assert (status, "task must be" in err) == (1, True)
     out = tmp_path / "out"
     asked = (*asked[:-1], "needles", "--task", "lines", "--out", out)
-    status, shown, err = run("compare", "--model", folder, *asked, *QUICK)
-    assert (status, err) == (0, "")
+    shown = works(run("compare", "--model", folder, *asked, *QUICK))
     lines = shown[shown.index("\npolicy ") + 1 :].splitlines()
     assert max(map(len, lines[: lines.index("")])) <= 80
     names = [line.split()[0] for line in lines if line.strip()]
@@ -69,8 +68,7 @@ def test_a_question_that_comes_later(run: Run, folder: Path, tmp_path: Path) -> 
     file = written(tmp_path / "own.jsonl", *LINES)
     for name, option in (("known", ()), ("later", ("--later",))):
         asked = ("-p", "streamingllm", "-r", 0.5, "--task", file, "--out", tmp_path / name)
-        status, shown, err = run("compare", "--model", folder, *asked, *QUICK, *option)
-        assert (status, err) == (0, "")
+        shown = works(run("compare", "--model", folder, *asked, *QUICK, *option))
         assert ("the question asked later" in shown) is (name == "later")
         data = json.loads((tmp_path / name / "compare.json").read_text())
         found[name] = [each["seen"] for each in data["outcomes"]]
@@ -79,16 +77,14 @@ def test_a_question_that_comes_later(run: Run, folder: Path, tmp_path: Path) -> 
 
 def test_a_continuation_has_no_answers(run: Run, folder: Path) -> None:
     asked = ("-p", "snapkv", "--task", "continuation", "--context", 200, "--count", 1)
-    status, shown, err = run("compare", "--model", folder, *asked, "--rounds", 0)
-    assert (status, err) == (0, "")
+    shown = works(run("compare", "--model", folder, *asked, "--rounds", 0))
     assert re.search(r"^policy +lost +% *$", shown, flags=re.MULTILINE)
     assert "right" not in shown.partition("nats lost:")[0]
 
 
 def test_a_row_for_each_layer(run: Run, folder: Path) -> None:
     asked = ("-p", "snapkv,fastkv", "-r", 0.2, "--tsp-layers", "1,2", "--rounds", 0)
-    status, shown, err = run("compare", "--model", folder, *QUICK[:4], *asked)
-    assert (status, err) == (0, "")
+    shown = works(run("compare", "--model", folder, *QUICK[:4], *asked))
     names = [" ".join(line.split()[:2]) for line in shown.splitlines() if "kv" in line[:8]]
     assert [name for name in names if name.startswith("fastkv")] == ["fastkv @1", "fastkv @2"]
     assert sum(name.startswith("snapkv") for name in names) == 1
@@ -152,27 +148,6 @@ def test_which_policies_are_compared(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--policy", "nope"], "no policy is named 'nope'; known: adakv, chunkkv, "),
-        (["--rate", "0"], "retention_rate must be in (0, 1], got 0.0"),
-        (["--threads", "100000"], "threads must be at most the machine's"),
-        (["--dtype", "int7"], "dtype must be one of auto, float32, bfloat16, float16"),
-        (["--device", "abacus"], "device must be one torch can use here, got 'abacus'"),
-        (["--model", "./no/such"], "model ./no/such does not exist"),
-        (["--task", "needels"], "'needels' (did you mean needles?)"),
-        (["--task", "no-such.jsonl"], "or a file of JSON lines, got 'no-such.jsonl'"),
-        (["--tsp-layers", "1,x"], "--tsp-layers must be numbers separated by commas, got '1,x'"),
-        (["-p", "fastkv", "--set", "tsp_layer=6", "--task", "FILE"], "tsp_layer must be in [0, 5]"),
-        (["--out", __file__], "out must be a folder, got"),
-    ],
-)
-def test_bad_input(run: Run, tmp_path: Path, arguments: list[str], said: str) -> None:
-    file = written(tmp_path / "own.jsonl", {"context": "f1 f2", "question": "f3", "answer": "f4"})
-    fails(run("compare", *(str(file) if each == "FILE" else each for each in arguments)), 1, said)
-
-
-@pytest.mark.parametrize(
     ("line", "said"),
     [
         ({"context": "f1", "question": "f2"}, "line 2 of FILE must be a JSON object"),
@@ -190,9 +165,7 @@ def test_bad_questions_name_their_line(run: Run, tmp_path: Path, line: Any, said
     assert said.replace("FILE", str(file)) in err
 
 
-def test_prompts_that_are_too_short_or_too_long(run: Run, folder: Path) -> None:
-    few = ("-p", "snapkv", "--context", 100)
-    fails(run("compare", "--model", folder, *few), 1, "needles with this tokenizer, got 100")
+def test_prompts_that_are_too_long(run: Run, folder: Path) -> None:
     status, _, err = run("compare", "--model", folder, "-p", "snapkv", "--context", 2000)
     assert (status, len(err.splitlines())) == (1, 1)
     assert "prompts must fit into the model's 1,024 positions, got one of " in err
@@ -205,8 +178,7 @@ def test_a_model_without_a_template_and_first_token(run: Run, folder: Path, tmp_
         (tmp_path / "model" / name).symlink_to(folder / name)
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     asked = ("-p", "snapkv", "-r", 0.5, "--rounds", 0)
-    status, shown, err = run("compare", "--model", tmp_path / "model", *asked, *QUICK[:4])
-    assert (status, err) == (0, "")
+    shown = works(run("compare", "--model", tmp_path / "model", *asked, *QUICK[:4]))
     assert "full_context" in shown
 
 
@@ -224,10 +196,7 @@ def test_a_composition_at_numbers_of_tokens_under_a_bound(
 ) -> None:
     asked = ("-p", "snapkv", "--scorer", "last_query", "--retention-tokens", 24)
     bound = ("--decoding-tokens", 24, "--decoding-every", 4)
-    status, shown, err = run(
-        "compare", "--model", folder, *asked, *bound, *QUICK, "--out", tmp_path
-    )
-    assert (status, err) == (0, "")
+    shown = works(run("compare", "--model", folder, *asked, *bound, *QUICK, "--out", tmp_path))
     assert "keeping 24 tokens" in shown
     rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
     assert [row["policy"] for row in rows] == ["full_context", "snapkv", "composition"]

@@ -35,21 +35,9 @@ def test_questions_about_a_document(run: Run, tmp_path: Path) -> None:
     assert run(*sampled)[1] == run(*sampled, "--ask", question)[1].splitlines()[1] + "\n"
 
 
-@pytest.mark.parametrize(
-    ("question", "said"),
-    [
-        (" ", "--ask must be a text, got an empty one"),
-        ("what?", "question must have words that the tokenizer knows, got"),
-        ("f1 " * 4300, "prompts must fit into the 4,224 positions"),
-    ],
-)
-def test_bad_questions(run: Run, question: str, said: str) -> None:
-    status, out, err = run("generate", "--prompt", "f1 f2", "--ask", question)
-    assert (status, out, len(err.splitlines())) == (1, "", 1)
-    assert f"error: {said}" in err
-
-
-def test_a_question_in_the_chat_template(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_and_questions_in_the_chat_template(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Document and question are one message, so that the template's text is around both."""
     loaded = load(str(NEEDLE))
     loaded.tokenizer.chat_template = (
@@ -57,18 +45,10 @@ def test_a_question_in_the_chat_template(run: Run, monkeypatch: pytest.MonkeyPat
         "{% if add_generation_prompt %}f2 f3{% endif %}"
     )
     monkeypatch.setattr(terminal, "load_shown", lambda *_, **__: loaded)
-    asked = ("generate", "--prompt", "f4 f5 f6", "--ask", "s1", "-p", "full_context")
-    for option, count in (([], 4), (["--chat"], 4), (["--no-chat"], 3)):
-        status, out, err = run(*asked, "--answer-tokens", 4, *option)
-        assert f"document of {count} tokens" in err
-        whole = run(
-            "generate",
-            "--prompt",
-            "f4 f5 f6 s1",
-            "-p",
-            "full_context",
-            "--answer-tokens",
-            4,
-            *option,
-        )
+    for option, around in (([], 1), (["--chat"], 1), (["--no-chat"], 0)):
+        more = ("-p", "full_context", "--answer-tokens", 4, *option)
+        status, out, err = run("generate", "--prompt", "f4 f5 f6", "--ask", "s1", *more)
+        assert f"document of {3 + around} tokens" in err
+        whole = run("generate", "--prompt", "f4 f5 f6 s1", *more)
         assert (status, out) == whole[:2]
+        assert f"prompt of {4 + 3 * around} tokens" in whole[2]

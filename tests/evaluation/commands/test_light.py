@@ -3,14 +3,14 @@
 import ast
 import importlib
 import json
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.registry import check_names
+from tests.processes import python
 
 HEAVY = ("torch", "transformers")
 SCRIPT = f"""
@@ -22,7 +22,15 @@ print(json.dumps([statuses, [name for name in {HEAVY} if name in sys.modules]]))
 """
 
 
+def run_lines(lines: Sequence[Sequence[str]]) -> tuple[list[int], list[str], str]:
+    """Of a process of its own: exit statuses, heavy modules that it imported, and messages."""
+    done = python("-c", SCRIPT, json.dumps(lines))
+    statuses, heavy = json.loads(done.stdout.splitlines()[-1])
+    return statuses, heavy, done.stderr
+
+
 def test_help_and_wrong_command_lines_import_nothing_heavy() -> None:
+    """What the classes of options refuse is reported with status 1."""
     commands = ("analyze", "calibrate", "check", "compare", "estimate", "eval")
     names = (*commands, "export", "generate", "policies", "serve-check")
     right = [["--help"], ["--version"], [], *([name, "--help"] for name in names)]
@@ -34,33 +42,16 @@ def test_help_and_wrong_command_lines_import_nothing_heavy() -> None:
         ["compare", "--rate", "much"],
         ["estimate", "--config", "x", "--context", "0"],
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(right + wrong)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    statuses, heavy = json.loads(done.stdout.splitlines()[-1])
-    assert statuses == [0] * len(right) + [2] * len(wrong)
-    assert heavy == []
-
-
-def test_refused_options_import_nothing_heavy() -> None:
-    """What the classes of options refuse, and `main` reports with status 1."""
-    wrong = [
+    refused = [
         ["compare", "--rate", "0.1", "--retention-tokens", "5"],
         ["compare", "--set", "window_size"],
         ["generate", "--prompt-file", "-", "--decoding-every", "4"],
         ["generate"],
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(wrong)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(done.stdout) == [[1] * len(wrong), []]
-    assert done.stderr.count("error: ") == len(wrong)
+    statuses, heavy, said = run_lines(right + wrong + refused)
+    assert statuses == [0] * len(right) + [2] * len(wrong) + [1] * len(refused)
+    assert heavy == []
+    assert said.count("error: ") == len(wrong) + len(refused)
 
 
 def test_unknown_names_import_nothing_heavy() -> None:
@@ -78,19 +69,14 @@ def test_unknown_names_import_nothing_heavy() -> None:
         },
         ("compare", "--propagation", "piramid"): {"propagation": ["piramid"]},
     }
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(list(lines))],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(done.stdout) == [[1] * len(lines), []]
+    statuses, heavy, told = run_lines([*lines])
+    assert (statuses, heavy) == ([1] * len(lines), [])
     said = []
     for asked in lines.values():
-        with pytest.raises(UnknownPolicyError) as told:
+        with pytest.raises(UnknownPolicyError) as caught:
             check_names(asked)
-        said.append(f"error: {told.value}")
-    assert done.stderr.splitlines() == said
+        said.append(f"error: {caught.value}")
+    assert told.splitlines() == said
 
 
 @pytest.mark.parametrize("package", ["kvpolicy", "kvpolicy.evaluation"])
@@ -114,5 +100,4 @@ def test_lazy_packages_have_all_their_names(package: str) -> None:
 
 def test_modules_are_attributes_of_lazy_packages() -> None:
     code = "import kvpolicy; print(kvpolicy.registry.__name__, kvpolicy.build.__module__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["kvpolicy.registry", "kvpolicy.registry"]
+    assert python("-c", code).stdout.split() == ["kvpolicy.registry", "kvpolicy.registry"]

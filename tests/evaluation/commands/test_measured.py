@@ -146,46 +146,6 @@ def test_prompts_as_text(run: Run, folder: Path, tmp_path: Path) -> None:
     assert lengths[0][0] == lengths[0][1] > lengths[1][0]
 
 
-BOTH = [
-    (["--tsp-rate", "0"], 1, "tsp_rate must be in (0, 1], got 0.0"),
-    (["--tsp-rate", "nan"], 1, "tsp_rate must be in (0, 1], got nan"),
-    (["--context", "9"], 1, "for a prompt of needles with this tokenizer, got 9"),
-    (["--count", "0"], 2, "Invalid value for '--count'"),
-    (["--threads", "100000"], 1, "threads must be at most the machine's"),
-    (["--task", "neddles", "--dtype", "int7"], 1, "or a file of JSON lines, got 'neddles'"),
-    (["--model", "./no/such"], 1, "model ./no/such does not exist"),
-    (["--dtype", "int7"], 1, "dtype must be one of auto"),
-    (["--out", __file__], 1, "out must be a folder"),
-    (["--context", "1100"], 1, "prompts must fit into the 1,024 positions of"),
-]
-BAD = [(command, *each) for command in COMMANDS for each in BOTH] + [
-    ("calibrate", ["--criterion", "best"], 1, "criterion must be one of argmin, earliest"),
-    ("calibrate", ["--tolerance", "0"], 1, "tolerance must be above 0 and finite"),
-    ("calibrate", ["--max-layer", "4"], 1, "max_layer must be in [0, 3], from the first layer"),
-    ("calibrate", ["--set", "tsp_layer=3"], 1, "--set must name one of window_size, kernel_size"),
-    ("calibrate", ["--set", "window_size=2.5"], 1, "window_size must be an int, got 2.5"),
-    ("calibrate", ["--set", "window_size=700"], 1, "longer than window_size, 700 tokens"),
-    ("analyze", ["-k", "701"], 1, "k must be at most the prompt's"),
-    ("analyze", ["--window-size", "700"], 1, "longer than window_size, 700 tokens"),
-    ("analyze", ["--prompt-file", "no-such.txt"], 1, "prompt file no-such.txt does not exist"),
-]
-
-
-@pytest.mark.parametrize(("command", "arguments", "status", "said"), BAD)
-def test_bad_input_leaves_no_file(
-    run: Run,
-    folder: Path,
-    tmp_path: Path,
-    command: str,
-    arguments: list[str],
-    status: int,
-    said: str,
-) -> None:
-    out = () if "--out" in arguments else ("--out", tmp_path / "out")
-    fails(run(*(command, "--model", folder), *MADE, *out, *arguments), status, said)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_pictures_that_fail(
     run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str

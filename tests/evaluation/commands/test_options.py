@@ -187,20 +187,6 @@ def test_every_command_refuses_alike(
     assert said in err
 
 
-def test_generate_takes_one_policy_at_one_retention(run: Run, prompt_file: Path) -> None:
-    for arguments, said in (
-        (("-p", "snapkv,h2o"), "--policy must be one here, got snapkv, h2o"),
-        (
-            ("-p", "snapkv", "--scorer", "last_query"),
-            "--policy must be left out where parts are given, got snapkv",
-        ),
-        (("-r", 0.1, "-r", 0.2), "--rate must be one here, got 0.1, 0.2"),
-    ):
-        status, out, err = run("generate", "--prompt-file", prompt_file, *arguments)
-        assert (status, out) == (1, "")
-        assert said in err
-
-
 def test_generate_keeps_what_it_is_told(run: Run, prompt_file: Path) -> None:
     told = ("--retention-tokens", 40, "--protect", 3, "--set", "window_size=4")
     arguments = ("generate", "--prompt-file", prompt_file, "--answer-tokens", 1)
@@ -282,10 +268,3 @@ def test_a_bound_reaches_budgets_within_selectors_and_passes_over_what_has_no_ru
     ):
         with pytest.raises(ValueError, match="--decoding-tokens must be given with a policy"):
             chosen_variants(alone, (0.5,))
-
-
-@pytest.mark.parametrize("option", ["--decoding-tokens", "--decoding-every"])
-def test_a_bound_is_a_number_from_one(run: Run, option: str) -> None:
-    given = {"--decoding-tokens": "8", "--decoding-every": "8"} | {option: "0"}
-    _, _, err = run("compare", "-p", "snapkv", *(each for pair in given.items() for each in pair))
-    assert f"{option} must be at least 1, got 0" in err

@@ -32,30 +32,3 @@ def test_places_are_tried_first(
     status, shown, err = run(*arguments)
     assert (status, shown) == (1, "")
     assert "must be a place that can be written to, got /proc/x" in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("compare -p snapkv,", "--policy must be names separated by commas, got 'snapkv,'"),
-        ("eval --tasks , --out x", "--tasks must be names separated by commas, got ','"),
-        ("eval --tasks a --lengths 1,,2 --out x", "--lengths must be numbers of tokens"),
-        ("estimate --config phi-4 --context 9 --decoding-tokens 0",
-         "--decoding-tokens must be at least 1, got 0"),
-        ("estimate --config phi-4 --context 9 --decoding-tokens 9 --decoding-every 0",
-         "--decoding-every must be at least 1, got 0"),
-        ("compare --decoding-tokens 0", "--decoding-tokens must be at least 1, got 0"),
-        ("generate --prompt-file FILE --decoding-tokens 9 --decoding-every -1",
-         "--decoding-every must be at least 1, got -1"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_said_before_a_model_is_loaded(
-    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: str, said: str
-) -> None:
-    def loaded(*_: Any, **__: Any) -> None:
-        raise AssertionError("a model is loaded first")
-
-    monkeypatch.setattr(terminal, "load", loaded)
-    status, shown, err = run(*arguments.replace("FILE", __file__).split())
-    assert (status, shown) == (1, "")
-    assert said in err

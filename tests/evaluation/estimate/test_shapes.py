@@ -40,10 +40,7 @@ RIGHT = [
     if row["outcome"] == "right"
 ]
 # They look at numbers, which there are none of, or do not run without images.
-UNTRACED = {
-    *("dbrx", "jetmoe", "gpt2", "gpt-sw3"),
-    *("whisper", "step3p7"),
-}
+UNTRACED = {*("dbrx", "jetmoe", "gpt2", "gpt-sw3"), *("whisper", "step3p7")}
 
 
 @pytest.mark.parametrize("name", [name for name in RIGHT if name not in UNTRACED])
@@ -101,10 +98,7 @@ def test_presets_are_found_in_any_case() -> None:
     ("change", "said"),
     [
         ({"model_type": "mamba"}, "some layer must hold keys and values, but all of them hold a"),
-        (
-            {"model_type": "bloom"},
-            "must not depend on the columns of keys, but BloomBlock",
-        ),
+        ({"model_type": "bloom"}, "must not depend on the columns of keys, but BloomBlock"),
         ({"model_type": "falcon"}, "must attend by Transformers' AttentionInterface"),
         ({"model_type": "never_heard_of"}, "could not be read: .*never_heard_of"),
         ({"model_type": 3}, "must be a JSON object with a model_type"),

@@ -1,7 +1,5 @@
 """Methods that drop tokens at several layers, or one, against slow loops; and their arguments."""
 
-from typing import Any
-
 import attrs
 import pytest
 
@@ -87,20 +85,3 @@ def test_one_rate_is_kept_and_goes_on() -> None:
     assert bounded.most_tokens == 32
     written = "CLAA(decoding=32, retention_rate=0.1, whole_layers=2)"
     assert str(CLAA(decoding=32, whole_layers=2)) == written
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: CLAA(tsp_rate=0.05), ValueError, "retention_rate must not exceed tsp_rate"),
-        (lambda: CLAA(tsp_rate=0.2, tsp_tokens=9), ValueError, "exactly one of tsp_rate and"),
-        (lambda: LazyLLM(tsp_layers=[2, 2]), ValueError, "tsp_layers must be at least one"),
-        (lambda: LazyLLM(tsp_rate=1.2), ValueError, r"tsp_rate must be in \(0, 1\], got 1.2"),
-        (lambda: LazyLLM().check_model(3), ValueError, "take a model of at least 4 layers"),
-        (lambda: SlimInfer(tsp_rate=0.2, tsp_tokens=9), ValueError, "exactly one of tsp_rate"),
-        (lambda: SlimInfer(block_chunks=0), ValueError, "block_chunks must be at least 1"),
-    ],
-)
-def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.layer_inputs import AttentionSettings, LayerInputs
+from kvpolicy.layer_inputs import LayerInputs
 from kvpolicy.policies import AgreementPropagation, GQAGroupSelector, WindowMaxPoolScorer
-from kvpolicy.testing import check_propagation
+from tests.contexts import layer_context
 from tests.reference.models import random_tokens, tiny_model
 
 
@@ -25,20 +25,15 @@ def layer(
 ) -> tuple[Tensor, LayerContext]:
     """One head's saliencies at a layer of 12 and at the one before, rows padded on the left."""
     batch, length = len(rows), len(rows[0])
-    lens = lens or (length,) * batch
     slots = torch.arange(length)
-    starts = torch.tensor([length - each for each in lens])[:, None]
-    keys = torch.zeros(batch, 1, length, 3)
-    context = LayerContext(
+    starts = torch.tensor([length - each for each in lens or (length,) * batch])[:, None]
+    context = layer_context(
+        torch.zeros(batch, 1, length, 3),
         layer_idx=layer_idx,
         num_layers=12,
-        queries=keys[:, :, :0],
-        keys=keys,
-        values=keys,
         positions=torch.where(slots < starts, -1, slots - starts)[:, None],
         new_valid=slots >= starts,
-        seen_len=lens,
-        attention=AttentionSettings(1.0),
+        seen_len=tuple((length - starts).flatten().tolist()),
         layer=LayerInputs(history=(torch.tensor(before)[:, None],)),
     )
     return torch.tensor(rows)[:, None], context
@@ -109,27 +104,6 @@ def test_layers_and_rates() -> None:
     assert sorted(part.placed(12, [0, 8, 11]).acting_layers(12)) == [8]
     named = attrs.evolve(part, tsp_layers=(2, 5))
     assert named.placed(12, [1, 4]) is named
-    with pytest.raises(ValueError, match=r"tsp_layers must be in \[1, 4\]"):
-        named.acting_layers(5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"tsp_layers": (0, 2)}, "tsp_layers must be at least 1"),
-        ({"agreement": 1.5}, "agreement"),
-        ({"window_size": 0}, "window_size"),
-        ({"tsp_rate": 0.2, "tsp_tokens": 3}, "tsp_tokens"),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AgreementPropagation(**arguments)  # type: ignore[arg-type]
-
-
-def test_keeps_the_contract() -> None:
-    check_propagation(AgreementPropagation(window_size=2))
-    check_propagation(AgreementPropagation(0.5, agreement=0.0))
 
 
 def test_in_a_model_rows_drop_as_they_would_alone() -> None:

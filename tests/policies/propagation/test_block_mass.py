@@ -8,47 +8,26 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
-from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     BlockMassPropagation,
     KeepAllSelector,
     UniPrefill,
     WindowAttentionScorer,
-    WindowMaxPoolScorer,
 )
-from kvpolicy.testing import check_propagation
 from tests import reference
+from tests.contexts import layer_context, of_new
 from tests.policies.scorers.support import random_layer
-from tests.policies.views import new_of, view_of
+from tests.policies.views import new_of, passed_by, view_of
 
 # Masses 0.5, 0.1, 0.3, 0.1 of blocks of two, and a last token of 0.
 SALIENCY = [0.4, 0.1, 0.0, 0.1, 0.15, 0.15, 0.1, 0.0, 0.0]
+OTHER = [0.0, 0.0, 0.9, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def layer(*rows: list[float], positions: list[int] | None = None, new: int | None = None) -> Any:
+def layer(*rows: list[float], **changes: Any) -> tuple[Tensor, LayerContext]:
     """Saliencies of two KV heads, of which a mean is taken, and a layer of as many tokens."""
-    length = len(rows[0])
-    keys = torch.zeros(1, 2, length, 3)
-    places = torch.arange(length) if positions is None else torch.tensor(positions)
-    context = LayerContext(
-        layer_idx=1,
-        num_layers=4,
-        queries=keys[:, :, :0],
-        keys=keys,
-        values=keys,
-        positions=places.expand(1, 2, length),
-        new_valid=torch.ones(1, length if new is None else new, dtype=torch.bool),
-        seen_len=(int(places[-1]) + 1,),
-        attention=AttentionSettings(1.0),
-    )
-    return torch.tensor([rows]), context
-
-
-def passed_on(part: BlockMassPropagation, saliency: Tensor, context: LayerContext) -> list[int]:
-    passed = part.propagate(saliency, context)
-    assert passed is not None
-    found: list[int] = passed[0].tolist()
-    return found
+    keys = torch.zeros(1, 2, len(rows[0]), 3)
+    return torch.tensor([rows]), layer_context(keys, layer_idx=1, num_layers=4, **changes)
 
 
 def part_of(mass: float, num_sinks: int = 0, window_size: int = 1) -> BlockMassPropagation:
@@ -58,43 +37,39 @@ def part_of(mass: float, num_sinks: int = 0, window_size: int = 1) -> BlockMassP
 
 
 @pytest.mark.parametrize(
-    ("mass", "expected"),
+    ("part", "rows", "expected"),
     [
-        (0.3, [0, 1, 8]),
-        (0.6, [0, 1, 4, 5, 8]),  # the block in which 0.6 is reached goes on too
-        (0.85, [0, 1, 2, 3, 4, 5, 8]),  # of two of 0.1 the earlier
+        (part_of(0.3), [SALIENCY, SALIENCY], [0, 1, 8]),
+        # The block in which 0.6 is reached goes on too; of two of 0.1 the earlier.
+        (part_of(0.6), [SALIENCY, SALIENCY], [0, 1, 4, 5, 8]),
+        (part_of(0.85), [SALIENCY, SALIENCY], [0, 1, 2, 3, 4, 5, 8]),
+        # The mean over heads counts.
+        (part_of(0.5), [SALIENCY, OTHER], [2, 3, 8]),
+        # First and last tokens go on singly.
+        (part_of(0.5, 3, 2), [[0.0] * 4 + [1.0] * 2 + [0.0] * 3, [0.0] * 9], [0, 1, 2, 4, 5, 7, 8]),
+        # Everything goes on where the mass asks for it or nothing is salient.
+        (part_of(1.0), [SALIENCY, SALIENCY], None),
+        (part_of(0.5), [[0.0] * 9] * 2, None),
+        (part_of(0.5), [[-each for each in SALIENCY]] * 2, None),
     ],
 )
-def test_on_paper(mass: float, expected: list[int]) -> None:
-    saliency, context = layer(SALIENCY, SALIENCY)
-    assert passed_on(part_of(mass), saliency, context) == expected
-
-
-def test_the_mean_over_heads_counts() -> None:
-    other = [0.0, 0.0, 0.9, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0]
-    saliency, context = layer(SALIENCY, other)
-    assert passed_on(part_of(0.5), saliency, context) == [2, 3, 8]
-    ranking = part_of(0.5).ranking(saliency, context)[0].tolist()
-    assert ranking[::2] == pytest.approx([0.5 / 2.8, 1.9 / 2.8, 0.3 / 2.8, 0.1 / 2.8, 0.0])
-
-
-def test_first_and_last_tokens_go_on_singly() -> None:
-    saliency, context = layer([0.0] * 4 + [1.0] * 2 + [0.0] * 3, [0.0] * 9)
-    assert passed_on(part_of(0.5, 3, 2), saliency, context) == [0, 1, 2, 4, 5, 7, 8]
-
-
-def test_everything_goes_on_where_the_mass_asks_for_it_or_nothing_is_salient() -> None:
-    saliency, context = layer(SALIENCY, SALIENCY)
-    assert part_of(1.0).propagate(saliency, context) is None
-    assert part_of(0.5).propagate(torch.zeros_like(saliency), context) is None
-    assert part_of(0.5).propagate(-saliency, context) is None
+def test_on_paper(
+    part: BlockMassPropagation, rows: list[list[float]], expected: list[int] | None
+) -> None:
+    assert passed_by(part, *layer(*rows)) == (None if expected is None else [expected])
 
 
 def test_in_a_later_turn_blocks_are_of_new_tokens() -> None:
     """Three held tokens, of which nothing counts; the sinks are not among the new."""
     rows = [9.0, 9.0, 9.0, 0.0, 0.1, 0.6, 0.0, 0.2, 0.0]
-    saliency, context = layer(rows, rows, positions=[0, 1, 7, 10, 11, 12, 13, 14, 15], new=6)
-    assert passed_on(part_of(0.5, num_sinks=8), saliency, context) == [2, 3, 5]
+    positions = torch.tensor([0, 1, 7, *range(10, 16)]).expand(1, 2, 9)
+    saliency, context = layer(rows, rows, positions=positions, new_valid=of_new(6), seen_len=(16,))
+    assert passed_by(part_of(0.5, num_sinks=8), saliency, context) == [[2, 3, 5]]
+
+
+def test_a_blocks_share_of_the_mean_over_heads() -> None:
+    ranking = part_of(0.5).ranking(*layer(SALIENCY, OTHER))[0].tolist()
+    assert ranking[::2] == pytest.approx([0.5 / 2.8, 1.9 / 2.8, 0.3 / 2.8, 0.1 / 2.8, 0.0])
 
 
 @pytest.mark.parametrize("mass", [0.2, 0.6, 0.9, 0.97])
@@ -137,41 +112,3 @@ def test_how_much_goes_on_is_not_known_beforehand() -> None:
     assert BlockMassPropagation().layer_rates(8) == [1.0] * 8
     with pytest.raises(ValueError, match="must not decide by content"):
         UniPrefill().prefill_compute_rate(32)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: UniPrefill(tsp_layers=3), TypeError, "tsp_layers must be a sequence of layer"),
-        (lambda: UniPrefill(tsp_layers=()), ValueError, "tsp_layers must be at least one layer"),
-        (lambda: UniPrefill(tsp_layers=[1, 1]), ValueError, "each once, got"),
-        (lambda: UniPrefill(tsp_layers=[1.5]), TypeError, "tsp_layers must be an int, got 1.5"),
-        (
-            lambda: UniPrefill(tsp_layers=[9]).check_model(4),
-            ValueError,
-            r"tsp_layers must be in \[0, 3\]",
-        ),
-        (lambda: UniPrefill(mass=0.0), ValueError, r"mass must be in \(0, 1\], got 0"),
-        (
-            lambda: CachePolicy(WindowMaxPoolScorer(8), KeepAllSelector(), part_of(0.5)),
-            ValueError,
-            "window_size of .* must be at least 8",
-        ),
-    ],
-)
-def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        BlockMassPropagation(tsp_layers=(2, 5), mass=0.5, chunk_size=4, protect=3, window_size=2),
-        BlockMassPropagation(tsp_layers=(2,), mass=0.9, chunk_size=1, protect=0, window_size=1),
-        BlockMassPropagation(tsp_layers=(0,), mass=0.3, chunk_size=7, protect=0, window_size=1),
-    ],
-    ids=str,
-)
-def test_the_contract(part: BlockMassPropagation) -> None:
-    check_propagation(part)

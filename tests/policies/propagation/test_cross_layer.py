@@ -6,10 +6,9 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from torch import Tensor
 
 from kvpolicy import LayerContext
-from kvpolicy.layer_inputs import AttentionSettings, LayerInputs
+from kvpolicy.layer_inputs import LayerInputs
 from kvpolicy.policies import (
     CLAA,
     CrossLayerPropagation,
@@ -18,26 +17,18 @@ from kvpolicy.policies import (
     TokenSelectivePropagation,
     WindowMeanPoolScorer,
 )
-from kvpolicy.testing import check_propagation
 from tests import reference
-from tests.contexts import with_layer
+from tests.contexts import layer_context, with_layer
 from tests.policies.scorers.support import random_layer
-from tests.policies.views import new_of, slots_of, view_of
+from tests.policies.views import new_of, passed_by, slots_of, view_of
 
 
 def layer(*rows: list[float], history: tuple[list[list[float]], ...] = ()) -> Any:
     """Saliencies of one row's KV heads, and a layer of 2 KV heads and 6 tokens at layer 1 of 4."""
-    keys = torch.zeros(1, 2, 6, 3)
-    context = LayerContext(
+    context = layer_context(
+        torch.zeros(1, 2, 6, 3),
         layer_idx=1,
         num_layers=4,
-        queries=keys[:, :, :0],
-        keys=keys,
-        values=keys,
-        positions=torch.arange(6).expand(1, 2, 6),
-        new_valid=torch.ones(1, 6, dtype=torch.bool),
-        seen_len=(6,),
-        attention=AttentionSettings(1.0),
         layer=LayerInputs(history=tuple(torch.tensor([each]) for each in history)),
     )
     return torch.tensor([rows]), context
@@ -47,84 +38,58 @@ OWN = ([0.1, 0.5, 0.0, 0.3, 0.2, 0.0], [0.2, 0.4, 0.1, 0.0, 0.2, 0.0])
 BEFORE = [[0.0, 0.0, 0.6, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.9, 0.0]]
 
 
-def passed_on(part: CrossLayerPropagation, saliency: Tensor, context: LayerContext) -> list[int]:
-    passed = part.propagate(saliency, context)
-    assert passed is not None
-    found: list[int] = passed[0].tolist()
-    return found
+LOUD = [[0.0, 0.0, 0.0, 9.0, 0.0, 0.0]] * 2
+OF_FOUR = {"tsp_tokens": 4, "window_size": 1, "standardize": False}
+OF_THREE = {"tsp_tokens": 3, "window_size": 2, "voting_layers": 2}
+# Before the window of 2: 0 0 0 4 has mean 1 and deviation sqrt 3; 100 100 102 102, 101 and 1. The
+# window has no part in them: 50 in it moves nothing.
+SCALES = ([0.0, 0.0, 0.0, 4.0, 50.0, 0.0],) * 2, ([[100.0, 100.0, 102.0, 102.0, 0.0, 0.0]] * 2,)
+NEIGHBOURS = ([0.0, 3.0, 0.0, 0.0, 6.0, 99.0],) * 2
+OF_NEIGHBOURS = {"tsp_rate": 0.5, "window_size": 1, "standardize": False}
 
 
-def test_a_layer_before_and_one_head_are_enough() -> None:
-    saliency, context = layer(*OWN, history=(BEFORE,))
-    raw = CrossLayerPropagation(
-        tsp_layer=1, tsp_rate=None, window_size=1, tsp_tokens=4, voting_layers=2, standardize=False
-    )
-    ranking = [0.2, 0.5, 0.6, 0.3, 0.9, 0.0]
-    assert raw.ranking(saliency, context)[0].tolist() == pytest.approx(ranking)
-    assert passed_on(raw, saliency, context) == [1, 2, 4, 5]
-    alone = attrs.evolve(raw, voting_layers=1)
-    assert passed_on(alone, saliency, context) == [0, 1, 3, 5]
-    assert (
-        TokenSelectivePropagation(
-            tsp_layer=1, tsp_rate=None, window_size=1, tsp_tokens=4
-        ).propagate(saliency, context)
-        is not None
-    )
-
-
-def test_the_mean_is_over_layers_and_heads() -> None:
-    saliency, context = layer(*OWN, history=(BEFORE,))
-    part = CrossLayerPropagation(tsp_layer=1, voting_layers=2, standardize=False, reduction="mean")
-    expected = [0.3 / 4, 0.9 / 4, 0.7 / 4, 0.3 / 4, 1.3 / 4, 0.0]
-    assert part.ranking(saliency, context)[0].tolist() == pytest.approx(expected)
-
-
-def test_older_layers_than_asked_for_have_no_say() -> None:
-    loud = [[0.0, 0.0, 0.0, 9.0, 0.0, 0.0]] * 2
-    saliency, context = layer(*OWN, history=(loud, BEFORE))
-    part = CrossLayerPropagation(
-        tsp_layer=1, tsp_rate=None, window_size=1, tsp_tokens=4, voting_layers=2, standardize=False
-    )
-    assert passed_on(part, saliency, context) == [1, 2, 4, 5]
-    assert passed_on(attrs.evolve(part, voting_layers=3), saliency, context) == [2, 3, 4, 5]
-
-
-def test_standardized_no_layer_wins_by_its_scale() -> None:
-    """Before the window of 2: 0 0 0 4 has mean 1 and deviation sqrt 3; 100 100 102 102, 101 and 1.
-
-    The window has no part in them: 50 in it moves nothing.
-    """
-    row = [0.0, 0.0, 0.0, 4.0, 50.0, 0.0]
-    before = [[100.0, 100.0, 102.0, 102.0, 0.0, 0.0]] * 2
-    saliency, context = layer(row, row, history=(before,))
-    part = CrossLayerPropagation(
-        tsp_layer=1, tsp_rate=None, window_size=2, tsp_tokens=3, voting_layers=2
-    )
-    ranking = part.ranking(saliency, context)[0].tolist()
-    expected = [-(3**-0.5), -(3**-0.5), 1.0, 3**0.5]
-    assert ranking[:4] == pytest.approx(expected, rel=1e-6)
-    assert passed_on(part, saliency, context) == [3, 4, 5]
-    raw = attrs.evolve(part, standardize=False)
-    assert passed_on(raw, saliency, context) == [2, 4, 5]
-
-
-def test_neighbours_go_on_together() -> None:
-    """Means of three; the window of 1 and what lies outside count as 0."""
-    row = [0.0, 3.0, 0.0, 0.0, 6.0, 99.0]
-    saliency, context = layer(row, row)
-    part = CrossLayerPropagation(
-        tsp_layer=1, tsp_rate=0.5, window_size=1, standardize=False, kernel_size=3
-    )
-    ranking = part.ranking(saliency, context)[0].tolist()
-    assert ranking[:5] == [1.0, 1.0, 1.0, 2.0, 2.0]
-    assert passed_on(part, saliency, context) == [3, 4, 5]
-    assert passed_on(attrs.evolve(part, kernel_size=1), saliency, context) == [1, 4, 5]
-
-
-def test_a_saliency_that_says_nothing_counts_as_the_mean() -> None:
-    saliency, context = layer([0.3] * 6, [0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
-    ranking = CrossLayerPropagation(tsp_layer=1, window_size=1).ranking(saliency, context)[0]
-    assert ranking[:5].tolist() == pytest.approx([0.0, 0.0, 2.0, 0.0, 0.0], abs=1e-6)
+@pytest.mark.parametrize(
+    ("rows", "history", "settings", "ranking", "passed"),
+    [
+        # A layer before and one head are enough, if the layer votes.
+        (OWN, (BEFORE,), {**OF_FOUR, "voting_layers": 2}, [0.2, 0.5, 0.6, 0.3, 0.9], [1, 2, 4, 5]),
+        (OWN, (BEFORE,), {**OF_FOUR, "voting_layers": 1}, [0.2, 0.5, 0.1, 0.3, 0.2], [0, 1, 3, 5]),
+        # The mean is over layers and heads.
+        (
+            OWN,
+            (BEFORE,),
+            {**OF_FOUR, "voting_layers": 2, "reduction": "mean"},
+            [0.3 / 4, 0.9 / 4, 0.7 / 4, 0.3 / 4, 1.3 / 4],
+            [1, 2, 4, 5],
+        ),
+        # Older layers than asked for have no say.
+        (OWN, (LOUD, BEFORE), {**OF_FOUR, "voting_layers": 2}, None, [1, 2, 4, 5]),
+        (OWN, (LOUD, BEFORE), {**OF_FOUR, "voting_layers": 3}, None, [2, 3, 4, 5]),
+        # Standardized, no layer wins by its scale.
+        (*SCALES, OF_THREE, [-(3**-0.5), -(3**-0.5), 1.0, 3**0.5], [3, 4, 5]),
+        (*SCALES, {**OF_THREE, "standardize": False}, None, [2, 4, 5]),
+        # Neighbours go on together: means of three, of the window of 1 and of what lies outside 0.
+        (NEIGHBOURS, (), {**OF_NEIGHBOURS, "kernel_size": 3}, [1, 1, 1, 2, 2], [3, 4, 5]),
+        (NEIGHBOURS, (), OF_NEIGHBOURS, None, [1, 4, 5]),
+        # A saliency that says nothing counts as the mean.
+        (
+            ([0.3] * 6, [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]),
+            (),
+            {"tsp_rate": 0.5, "window_size": 1},
+            [0.0, 0.0, 2.0, 0.0, 0.0],
+            [0, 2, 5],
+        ),
+    ],
+)
+def test_on_paper(
+    rows: Any, history: Any, settings: Any, ranking: list[float] | None, passed: list[int]
+) -> None:
+    saliency, context = layer(*rows, history=history)
+    part = CrossLayerPropagation(tsp_layer=1, **settings)
+    if ranking is not None:
+        found = part.ranking(saliency, context)[0, : len(ranking)].tolist()
+        assert found == pytest.approx(ranking, rel=1e-6, abs=1e-6)
+    assert passed_by(part, saliency, context) == [passed]
 
 
 LENS = (29, 13, 5)
@@ -202,36 +167,3 @@ def test_a_stage_may_ask_for_history() -> None:
     saliency, context = layer(*OWN, history=(BEFORE,))
     stage = CrossLayerPropagation(tsp_layer=1, tsp_rate=0.4)
     assert torch.equal(part.ranking(saliency, context), stage.ranking(saliency, context))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"voting_layers": 0}, ValueError, "voting_layers must be at least 1, got 0"),
-        ({"standardize": 1}, TypeError, "standardize must be a bool, got 1"),
-        (
-            {"reduction": "sum"},
-            ValueError,
-            "reduction must be one of .*, got 'sum'",
-        ),
-        ({"kernel_size": 2}, ValueError, "kernel_size must be odd"),
-        ({"tsp_rate": 0.2, "tsp_tokens": 5}, ValueError, "exactly one of tsp_rate and tsp_tokens"),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        CrossLayerPropagation(**arguments)
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        CrossLayerPropagation(tsp_rate=0.3, window_size=2),
-        CrossLayerPropagation(tsp_tokens=7, window_size=1, protect=4, standardize=False),
-        CrossLayerPropagation(tsp_rate=0.3, window_size=1, reduction="mean"),
-        CrossLayerPropagation(tsp_rate=0.3, window_size=1, voting_layers=1),
-    ],
-    ids=str,
-)
-def test_the_contract(part: CrossLayerPropagation) -> None:
-    check_propagation(part)

@@ -9,11 +9,9 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext, TokenKind
 from kvpolicy.errors import ShapeError
-from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     FastV,
     KeepAllSelector,
@@ -21,24 +19,20 @@ from kvpolicy.policies import (
     StagedPropagation,
     VisualTokenPropagation,
 )
-from kvpolicy.testing import layer_contexts, saliencies
+from kvpolicy.testing import layer_contexts
+from tests.contexts import layer_context, of_new
+from tests.policies.views import passed_by
 
 TEXT, IMAGE, VIDEO, AUDIO = TokenKind
 
 
 def layer_of(kinds: Sequence[Sequence[TokenKind]] | None, *, new: int = 8) -> LayerContext:
     """One row, one KV head, eight keys; ``kinds`` of the one head's keys."""
-    keys = torch.zeros(1, 1, 8, 3)
-    return LayerContext(
+    return layer_context(
+        torch.zeros(1, 1, 8, 3),
         layer_idx=1,
         num_layers=4,
-        queries=keys[:, :, :0],
-        keys=keys,
-        values=keys,
-        positions=torch.arange(8)[None, None],
-        new_valid=torch.ones(1, new, dtype=torch.bool),
-        seen_len=(8,),
-        attention=AttentionSettings(1.0),
+        new_valid=of_new(new),
         kinds=None if kinds is None else torch.tensor([kinds], dtype=torch.int8),
     )
 
@@ -46,41 +40,32 @@ def layer_of(kinds: Sequence[Sequence[TokenKind]] | None, *, new: int = 8) -> La
 SALIENCY = torch.tensor([[[0.0, 0.3, 0.1, 0.2, 0.0, 0.4, 0.0, 0.0]]])
 
 
+MIXED = [[TEXT, IMAGE, IMAGE, IMAGE, TEXT, VIDEO, AUDIO, TEXT]]
+
+
 @pytest.mark.parametrize(
-    ("rate", "expected"),
+    ("kinds", "settings", "new", "expected"),
     [
-        (0.5, [0, 1, 4, 5, 6, 7]),  # 2 of 4 image tokens: 0.3 and 0.4
-        (0.75, [0, 1, 3, 4, 5, 6, 7]),
-        (0.25, [0, 4, 5, 6, 7]),
-        (0.1, [0, 4, 6, 7]),  # int(0.4): none
+        (MIXED, {"tsp_rate": 0.5}, 8, [[0, 1, 4, 5, 6, 7]]),  # 2 of 4 image tokens: 0.3 and 0.4
+        (MIXED, {"tsp_rate": 0.75}, 8, [[0, 1, 3, 4, 5, 6, 7]]),
+        (MIXED, {"tsp_rate": 0.25}, 8, [[0, 4, 5, 6, 7]]),
+        (MIXED, {"tsp_rate": 0.1}, 8, [[0, 4, 6, 7]]),  # int(0.4): none
+        # The last two image tokens go on whatever they score, and are the half of four.
+        (
+            [[TEXT, IMAGE, IMAGE, TEXT, TEXT, TEXT, IMAGE, IMAGE]],
+            {"tsp_rate": 0.5, "window_size": 2},
+            8,
+            [[0, 3, 4, 5, 6, 7]],
+        ),
+        # Text only; and a later turn without an image, whose earlier ones are held as they are.
+        (None, {"tsp_rate": 0.1}, 3, None),
+        ([[TEXT] * 8], {"tsp_rate": 0.1}, 3, None),
+        ([[IMAGE] * 5 + [TEXT] * 3], {"tsp_rate": 0.1}, 3, None),
     ],
 )
-def test_on_paper(rate: float, expected: list[int]) -> None:
-    kinds = [[TEXT, IMAGE, IMAGE, IMAGE, TEXT, VIDEO, AUDIO, TEXT]]
-    passed = VisualTokenPropagation(tsp_layer=1, tsp_rate=rate).propagate(SALIENCY, layer_of(kinds))
-    assert passed is not None
-    assert passed.tolist() == [expected]
-
-
-def test_the_window_goes_on_and_counts() -> None:
-    """The last two image tokens go on whatever they score, and are the half of four."""
-    kinds = [[TEXT, IMAGE, IMAGE, TEXT, TEXT, TEXT, IMAGE, IMAGE]]
-    passed = VisualTokenPropagation(tsp_layer=1, tsp_rate=0.5, window_size=2).propagate(
-        SALIENCY, layer_of(kinds)
-    )
-    assert passed is not None
-    assert passed.tolist() == [[0, 3, 4, 5, 6, 7]]
-
-
-@pytest.mark.parametrize("kinds", [None, [[TEXT] * 8], [[IMAGE] * 5 + [TEXT] * 3]])
-def test_nothing_to_drop(kinds: Any) -> None:
-    """Text only; and a later turn without an image, whose earlier ones are held as they are."""
-    assert (
-        VisualTokenPropagation(tsp_layer=1, tsp_rate=0.1).propagate(
-            SALIENCY, layer_of(kinds, new=3)
-        )
-        is None
-    )
+def test_on_paper(kinds: Any, settings: Any, new: int, expected: list[list[int]] | None) -> None:
+    part = VisualTokenPropagation(tsp_layer=1, **settings)
+    assert passed_by(part, SALIENCY, layer_of(kinds, new=new)) == expected
 
 
 def test_stages_multiply() -> None:
@@ -90,30 +75,16 @@ def test_stages_multiply() -> None:
     )
     saliency = torch.arange(9.0)[None, None]
     kinds = torch.tensor([[[IMAGE] * 8 + [TEXT]]], dtype=torch.int8)
-    context = attrs.evolve(
-        layer_of(None),
-        layer_idx=0,
-        keys=torch.zeros(1, 1, 9, 3),
-        values=torch.zeros(1, 1, 9, 3),
-        positions=torch.arange(9)[None, None],
-        new_valid=torch.ones(1, 9, dtype=torch.bool),
-        kinds=kinds,
-    )
-    first = stages.propagate(saliency, context)
-    assert first is not None
-    assert first.tolist() == [[4, 5, 6, 7, 8]]
-    left = attrs.evolve(
-        context,
-        layer_idx=1,
-        keys=context.keys[:, :, 4:],
-        values=context.values[:, :, 4:],
-        positions=context.positions[:, :, 4:],
-        new_valid=context.new_valid[:, 4:],
-        kinds=kinds[:, :, 4:],
-    )
-    second = stages.propagate(saliency[:, :, 4:], left)
-    assert second is not None
-    assert second.tolist() == [[2, 3, 4]]
+    for layer_idx, start, expected in ((0, 0, [4, 5, 6, 7, 8]), (1, 4, [2, 3, 4])):
+        context = layer_context(
+            torch.zeros(1, 1, 9 - start, 3),
+            layer_idx=layer_idx,
+            num_layers=4,
+            positions=torch.arange(start, 9)[None, None],
+            seen_len=(9,),
+            kinds=kinds[:, :, start:],
+        )
+        assert passed_by(stages, saliency[:, :, start:], context) == [expected]
 
 
 def slow_fastv(context: LayerContext, row: int, rate: float) -> tuple[list[int], float]:
@@ -170,19 +141,6 @@ def test_fastv_is_what_loops_give(context: LayerContext, rate: float) -> None:
             assert kept == context.valid[row, head].nonzero().flatten().tolist()
 
 
-@given(data=st.data(), context=layer_contexts(0))
-def test_all_text_goes_on(data: st.DataObject, context: LayerContext) -> None:
-    saliency: Tensor = data.draw(saliencies(context))
-    context = attrs.evolve(context, layer_idx=1, num_layers=5)
-    passed = VisualTokenPropagation(tsp_layer=1, tsp_rate=0.01).propagate(saliency, context)
-    text = context.is_new_kind(TEXT)
-    assert torch.equal(text | context.is_new_kind(IMAGE), context.new_valid)
-    if passed is None:
-        return
-    for row in range(context.batch):
-        assert set(text[row].nonzero().flatten().tolist()) <= set(passed[row].tolist())
-
-
 def test_pyramid_drop_is_a_composition() -> None:
     stages = [VisualTokenPropagation(tsp_layer=layer, tsp_rate=0.5) for layer in (7, 15, 23)]
     policy = CachePolicy(LastQueryScorer(), KeepAllSelector(), StagedPropagation(stages))
@@ -193,29 +151,6 @@ def test_pyramid_drop_is_a_composition() -> None:
 
 def test_text_has_the_rate_of_the_full_context() -> None:
     assert FastV().prefill_compute_rate(32) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: FastV(tsp_rate=0.0), ValueError, r"tsp_rate must be in \(0, 1\], got 0.0"),
-        (lambda: FastV(tsp_layer=-1), ValueError, "tsp_layer must be at least 0, got -1"),
-        (lambda: FastV(tsp_layer="2"), TypeError, "tsp_layer must be an int, got '2'"),
-        (
-            lambda: VisualTokenPropagation(window_size=0),
-            ValueError,
-            "window_size must be at least 1",
-        ),
-        (
-            lambda: FastV(tsp_layer=4).check_model(4),
-            ValueError,
-            r"tsp_layer must be in \[0, 3\] for a model of 4 layers, got 4",
-        ),
-    ],
-)
-def test_bad_parameters(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()
 
 
 def test_kinds_have_the_shape_of_positions() -> None:

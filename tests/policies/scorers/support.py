@@ -1,37 +1,25 @@
 """Layers for tests of scorers: of keys and values on paper, and of random rows with padding."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import attrs
+import pytest
 import torch
 from torch import Tensor
 
 from kvpolicy import LayerContext
 from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.rotary import PlainRotary
-from tests.contexts import with_layer
+from tests.contexts import layer_context, with_layer
 
 THETA = 100.0
 
 
-def layer_of(keys: Tensor, values: Tensor | None = None) -> LayerContext:
-    """One row of one KV head at its first prompt, without queries; values are the keys if None.
-
-    Args:
-        keys: ``[key_len, head_dim]``.
-        values: Likewise.
-    """
+def layer_of(keys: Tensor, values: Tensor | None = None, **changes: Any) -> LayerContext:
+    """One row of one KV head at its first prompt, without queries; values are the keys if None."""
     values = keys if values is None else values
-    key_len = len(keys)
-    return LayerContext(
-        layer_idx=0,
-        num_layers=2,
-        queries=keys.new_empty(1, 1, 0, keys.shape[1]),
-        keys=keys[None, None],
-        values=values[None, None],
-        positions=torch.arange(key_len)[None, None],
-        new_valid=torch.ones(1, key_len, dtype=torch.bool),
-        seen_len=(key_len,),
-        attention=AttentionSettings(1.0),
-    )
+    return layer_context(keys[None, None], values=values[None, None], **changes)
 
 
 def random_layer(
@@ -63,9 +51,25 @@ def random_layer(
     )
 
 
-def rows_of(saliency: Tensor, lens: tuple[int, ...]) -> list[list[list[float]]]:
-    """The saliency of each row's tokens, per head."""
-    return [row[:, -length:].tolist() for row, length in zip(saliency, lens, strict=True)]
+def check_tokens(
+    found: Tensor,
+    context: LayerContext,
+    slow: Callable[[int, int], Sequence[float]],
+    **tolerance: float,
+) -> None:
+    """Each head has found for the tokens that it holds what ``slow(row, head)`` says."""
+    group = found.shape[1] // context.kv_heads
+    for row in range(context.batch):
+        for head in range(found.shape[1]):
+            held = context.valid[row, head // group]
+            expected = pytest.approx(slow(row, head), **tolerance)
+            assert found[row, head][held].tolist() == expected
+
+
+def held_by(context: LayerContext, row: int, head: int) -> tuple[Tensor, Tensor]:
+    """The keys and the values of the tokens that a head of a row holds."""
+    held = context.valid[row, head]
+    return context.keys[row, head][held], context.values[row, head][held]
 
 
 def turning(seed: int, lens: tuple[int, ...], query_len: int) -> LayerContext:

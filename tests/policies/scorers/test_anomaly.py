@@ -6,12 +6,11 @@ import attrs
 import pytest
 import torch
 
-from kvpolicy.policies import KeyAnomalyScorer, KeyDiffScorer, NestedKV
-from kvpolicy.policies.scorers import anomaly
-from kvpolicy.testing import check_scorer
+from kvpolicy import LayerContext
+from kvpolicy.policies import KeyAnomalyScorer, NestedKV
 from tests.reference.anomaly import anomaly_scores
 
-from .support import in_a_later_turn, layer_of, random_layer, turning
+from .support import check_tokens, held_by, in_a_later_turn, layer_of, random_layer, turning
 
 
 def test_three_tokens_on_paper() -> None:
@@ -35,26 +34,20 @@ def test_equal_keys_have_no_anomaly() -> None:
     assert KeyAnomalyScorer().score(layer_of(torch.ones(5, 3))).tolist() == [[[0.0] * 5]]
 
 
-@pytest.mark.parametrize(("local", "block"), [(1, 1), (4, 7), (64, None), (3, 100)])
-def test_against_slow_loops_in_padded_rows(local: int, block: int | None) -> None:
-    lens = (41, 23, 2, 1)
-    context = random_layer(3, lens)
+@pytest.mark.parametrize(
+    "context",
+    [random_layer(3, (41, 23, 2, 1)), in_a_later_turn(turning(5, (9, 9), 0))],
+    ids=["padded rows", "a later turn"],
+)
+@pytest.mark.parametrize(("local", "block"), [(1, 1), (3, 4), (4, 7), (64, None), (3, 100)])
+def test_against_slow_loops(context: LayerContext, local: int, block: int | None) -> None:
+    """Blocks and means are of what each head holds."""
+
+    def expected(row: int, head: int) -> list[float]:
+        return anomaly_scores(list(held_by(context, row, head)[0]), local, block)
+
     found = KeyAnomalyScorer(local_size=local, block_size=block).score(context)
-    for row, length in enumerate(lens):
-        for head in range(3):
-            keys = context.keys[row, head, 41 - length :]
-            expected = anomaly_scores(list(keys), local, block)
-            assert found[row, head, 41 - length :].tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def test_blocks_and_means_are_of_what_each_head_holds_in_a_later_turn() -> None:
-    context = in_a_later_turn(turning(5, (9, 9), 0))
-    found = KeyAnomalyScorer(local_size=3, block_size=4).score(context)
-    for row in range(2):
-        for head in range(3):
-            held = context.positions[row, head] >= 0
-            expected = anomaly_scores(list(context.keys[row, head][held]), 3, 4)
-            assert found[row, head][held].tolist() == pytest.approx(expected, abs=1e-5)
+    check_tokens(found, context, expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(("length", "size"), [(100, 128), (5000, 156), (9000, 256)])
@@ -67,14 +60,6 @@ def test_the_size_of_blocks_follows_the_length(length: int, size: int) -> None:
     assert length <= 128 or not torch.equal(scorer.score(context), other.score(context))
 
 
-def test_with_the_first_mean_alone_it_ranks_as_keydiff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anomaly, "_PRIOR", (1.0, 0.0, 0.0))
-    monkeypatch.setattr(anomaly, "_GATE", math.inf)
-    context = random_layer(7, (37,))
-    both = KeyAnomalyScorer(block_size=8).score(context), KeyDiffScorer().score(context)
-    assert torch.equal(*(each.argsort(dim=-1) for each in both))
-
-
 def test_the_heads_share_the_budget_and_keep_the_first_tokens() -> None:
     context = random_layer(2, (60,))
     kept = NestedKV(0.3, block_size=10, local_size=4).decide(context).kept
@@ -83,15 +68,3 @@ def test_the_heads_share_the_budget_and_keep_the_first_tokens() -> None:
     assert len(set(counts[0].tolist())) > 1
     for head in kept[0]:
         assert head[head >= 0][:4].tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("argument", ["local_size", "block_size"])
-def test_sizes_are_counts(argument: str) -> None:
-    with pytest.raises(ValueError, match=f"{argument} must be"):
-        NestedKV(**{argument: 0})
-    with pytest.raises(TypeError, match=f"{argument} must be"):
-        KeyAnomalyScorer(**{argument: 2.5})
-
-
-def test_the_contract() -> None:
-    check_scorer(KeyAnomalyScorer(local_size=2, block_size=3))

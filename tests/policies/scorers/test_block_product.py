@@ -1,20 +1,17 @@
 """Units of keys and blocks of units: on paper, and against slow loops."""
 
-from typing import Any
-
 import attrs
 import pytest
 import torch
 
 from kvpolicy import LayerContext
 from kvpolicy.policies import BlockProductScorer, LastQueryProductScorer
-from kvpolicy.testing import check_scorer
 from tests import reference
 from tests.policies.views import view_of
 from tests.reference.droppers import products
 from tests.reference.selection import average_pool
 
-from .support import layer_of, random_layer
+from .support import check_tokens, layer_of, random_layer
 
 
 def test_on_paper() -> None:
@@ -35,13 +32,14 @@ def slow_scores(context: LayerContext, row: int, **sizes: int) -> list[float]:
 
 @pytest.mark.parametrize(("unit", "blocks"), [(1, 1), (3, 2), (4, 3), (8, 8)])
 def test_against_slow_loops_in_padded_rows(unit: int, blocks: int) -> None:
-    lens = (29, 13, 2)
-    context = random_layer(unit, lens, query_len=4)
+    context = random_layer(unit, (29, 13, 2), query_len=4)
     found = BlockProductScorer(window_size=4, chunk_size=unit, block_chunks=blocks).score(context)
-    for row, length in enumerate(lens):
-        expected = slow_scores(context, row, unit_size=unit, block_units=blocks)
-        for head in range(3):
-            assert found[row, head, 29 - length :].tolist() == pytest.approx(expected, rel=1e-5)
+    check_tokens(
+        found,
+        context,
+        lambda row, head: slow_scores(context, row, unit_size=unit, block_units=blocks),
+        rel=1e-5,
+    )
 
 
 def test_heads_may_hold_unlike_tokens() -> None:
@@ -74,38 +72,11 @@ def test_the_last_tokens_own_product_can_be_left_out() -> None:
 
 
 def test_products_of_the_last_query_are_pooled_as_in_a_row_alone() -> None:
-    lens = (9, 4)
-    context = random_layer(3, lens, query_len=1)
+    context = random_layer(3, (9, 4), query_len=1)
+
+    def expected(row: int, head: int) -> list[float]:
+        alone = products(context.queries[row, head, 0], view_of(context, row), head)
+        return average_pool(alone, 5)
+
     found = LastQueryProductScorer(kernel_size=5).score(context)
-    for row, length in enumerate(lens):
-        for head in range(6):
-            alone = products(context.queries[row, head, 0], view_of(context, row), head)
-            expected = average_pool(alone, 5)
-            assert found[row, head, 9 - length :].tolist() == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "scorer",
-    [
-        BlockProductScorer(window_size=2, chunk_size=3, block_chunks=2),
-        BlockProductScorer(window_size=1, chunk_size=1, block_chunks=1),
-        LastQueryProductScorer(own=False),
-    ],
-    ids=str,
-)
-def test_the_contract(scorer: Any) -> None:
-    check_scorer(scorer)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: BlockProductScorer(window_size=0), ValueError, "window_size must be at least 1"),
-        (lambda: BlockProductScorer(chunk_size=0), ValueError, "chunk_size must be at least 1"),
-        (lambda: BlockProductScorer(block_chunks="8"), TypeError, "block_chunks must be an int"),
-        (lambda: LastQueryProductScorer(own=None), TypeError, "own must be a bool, got None"),
-    ],
-)
-def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()
+    check_tokens(found, context, expected, rel=1e-5)

@@ -2,9 +2,7 @@
 
 import math
 from collections import defaultdict
-from typing import Any
 
-import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +15,7 @@ from kvpolicy.policies import (
     KeyNormScorer,
     WindowMaxPoolScorer,
 )
-from kvpolicy.testing import check_scorer, layer_contexts
+from kvpolicy.testing import layer_contexts
 
 from .support import layer_of, random_layer
 
@@ -29,23 +27,6 @@ def test_chunks_on_paper() -> None:
     saliency = ChunkMeanScorer(KeyNormScorer(), chunk_size=3).score(layer_of(NORMS))
     expected = torch.tensor([*[-7 / 3] * 3, *[-14 / 3] * 3, *[-7.5] * 2])
     torch.testing.assert_close(saliency[0, 0], expected)
-
-
-def test_all_heads_have_the_mean_of_all() -> None:
-    context = random_layer(0, (4,))
-    keys = torch.tensor([[1.0, 3.0, 5.0, 7.0], [2.0, 2.0, 2.0, 2.0], [0.0, 4.0, 8.0, 0.0]])
-    context = attrs.evolve(context, keys=keys[None, :, :, None] * torch.eye(5)[0])
-    saliency = ChunkMeanScorer(KeyNormScorer(), chunk_size=2).score(context)
-    assert saliency.tolist() == [[[-2.0, -2.0, -4.0, -4.0]] * 3]
-
-
-def test_a_padded_row_has_its_own_chunks() -> None:
-    """Three slots of padding: the second row's chunks begin at its own first token."""
-    context = random_layer(1, (7, 4))
-    saliency = ChunkMeanScorer(KeyNormScorer(), chunk_size=3).score(context)
-    norms = context.keys[1, :, 3:].norm(dim=-1).mean(dim=0)
-    expected = -torch.stack([*[norms[:3].mean()] * 3, norms[3]])
-    torch.testing.assert_close(saliency[1, :, 3:], expected.expand(3, 4))
 
 
 def slow(
@@ -108,33 +89,3 @@ def test_what_is_carried_is_the_scorers() -> None:
     pooled, carried = ChunkMeanScorer(AccumulatedAttentionScorer(), chunk_size=3).update(context)
     torch.testing.assert_close(carried, AccumulatedAttentionScorer().update(context)[1])
     assert pooled.shape == (2, 3, 11)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (
-            lambda: ChunkMeanScorer(KeyNormScorer(), chunk_size=0),
-            ValueError,
-            "chunk_size must be at le",
-        ),
-        (
-            lambda: ChunkMeanScorer(KeyNormScorer(), chunk_size=2.0),
-            TypeError,
-            "chunk_size must be an in",
-        ),
-        (
-            lambda: ChunkMeanScorer("snapkv", chunk_size=2),
-            TypeError,
-            "scorer must be a Scorer, got 'snapkv'",
-        ),
-    ],
-)
-def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()
-
-
-@pytest.mark.parametrize("scorer", [KeyNormScorer(), AccumulatedAttentionScorer()], ids=str)
-def test_the_contract_around_others(scorer: Scorer) -> None:
-    check_scorer(ChunkMeanScorer(scorer, chunk_size=3))

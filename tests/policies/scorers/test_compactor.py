@@ -1,51 +1,18 @@
 """Leverage of keys and attention within chunks: on paper, against slow loops, and Compactor."""
 
-from typing import Any
-
 import attrs
 import pytest
 import torch
 
-from kvpolicy import LayerContext, Scorer
+from kvpolicy import LayerContext
 from kvpolicy.policies import ChunkAttentionScorer, Compactor, LeverageScorer
 from kvpolicy.rotary import PlainRotary
-from kvpolicy.testing import check_scorer
 from tests import reference
 from tests.contexts import with_layer
-from tests.policies.views import slots_of, view_of
-from tests.reference.query_agnostic import (
-    chunk_attentions,
-    gaussian,
-    leverages,
-    standard,
-    turned,
-)
+from tests.policies.views import group_of, slots_of, view_of
+from tests.reference.query_agnostic import chunk_attentions, gaussian, leverages, standard, turned
 
-from .support import layer_of, random_layer
-
-THETA = 100.0
-
-
-def turning(seed: int, lens: tuple[int, ...], query_len: int = 0) -> LayerContext:
-    context = random_layer(seed, lens, query_len, head_dim=6)
-    return with_layer(context, rotary=PlainRotary(6, THETA))
-
-
-def later_turn() -> LayerContext:
-    """Three new tokens behind what heads hold of 40, unlike tokens each."""
-    positions = torch.tensor(
-        [
-            [0, 5, 9, 11, 30, 39, 40, 41, 42],
-            [1, 2, 8, 9, 10, 11, 40, 41, 42],
-            [-1, -1, -1, 7, 38, 39, 40, 41, 42],
-        ]
-    )
-    return attrs.evolve(
-        turning(1, (9,), 3),
-        positions=positions[None],
-        new_valid=torch.ones(1, 3, dtype=torch.bool),
-        seen_len=(43,),
-    )
+from .support import THETA, check_tokens, in_a_later_turn, layer_of, random_layer, turning
 
 
 def test_a_key_of_its_own_direction_has_the_most_leverage() -> None:
@@ -71,36 +38,33 @@ def test_as_many_columns_as_channels_change_no_leverage() -> None:
     assert found == pytest.approx(exact, rel=1e-3)
 
 
-@pytest.mark.parametrize(("sinks", "window", "columns"), [(0, 0, 48), (8, 4, 48), (3, 2, 5)])
-def test_leverage_against_slow_loops_in_padded_rows(sinks: int, window: int, columns: int) -> None:
-    lens = (31, 17)
-    check_leverage(
-        turning(columns, lens),
-        LeverageScorer(num_sinks=sinks, window_size=window, sketch_size=columns, seed=7),
-    )
+PADDED = turning(48, (31, 17), 0)
+ROWS = random_layer(4, (31, 17, 4), query_len=31)
+LATER = in_a_later_turn(turning(1, (9, 9), 3))
 
 
-def test_leverage_where_heads_hold_unlike_tokens() -> None:
-    check_leverage(later_turn(), LeverageScorer(num_sinks=2, window_size=2))
+@pytest.mark.parametrize(
+    ("context", "sinks", "window", "columns"),
+    [(PADDED, 0, 0, 48), (PADDED, 8, 4, 48), (PADDED, 3, 2, 5), (LATER, 2, 2, 48)],
+)
+def test_leverage_against_slow_loops(
+    context: LayerContext, sinks: int, window: int, columns: int
+) -> None:
+    sketch = gaussian(7, context.layer_idx, 6, columns)
 
+    def expected(row: int, head: int) -> list[float]:
+        held = view_of(context, row).entries[head]
+        inside = [j for j in range(len(held) - window) if held[j].position >= sinks]
+        keys = [turned(held[j].key, -held[j].position, THETA) for j in inside]
+        scores = dict(zip(inside, standard(leverages(keys, sketch)), strict=True))
+        return [scores.get(j, 0.0) for j in range(len(held))]
 
-def check_leverage(context: LayerContext, scorer: LeverageScorer) -> None:
-    found = scorer.score(context)
-    sketch = gaussian(scorer.seed, context.layer_idx, 6, scorer.sketch_size)
-    for row in range(context.batch):
-        for head, held in enumerate(view_of(context, row).entries):
-            end = len(held) - scorer.window_size
-            inside = [j for j in range(end) if held[j].position >= scorer.num_sinks]
-            keys = [turned(held[j].key, -held[j].position, THETA) for j in inside]
-            expected = [0.0] * len(held)
-            for j, score in zip(inside, standard(leverages(keys, sketch)), strict=True):
-                expected[j] = score
-            here = found[row, head, context.key_len - len(held) :].tolist()
-            assert here == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    scorer = LeverageScorer(num_sinks=sinks, window_size=window, sketch_size=columns, seed=7)
+    check_tokens(scorer.score(context), context, expected, rel=1e-3, abs=1e-4)
 
 
 def test_each_layer_and_seed_has_its_own_projection() -> None:
-    context = turning(0, (30,))
+    context = turning(0, (30,), 0)
     first = LeverageScorer(sketch_size=4).score(context)
     assert torch.equal(first, LeverageScorer(sketch_size=4).score(context))
     other = attrs.evolve(context, layer_idx=2)
@@ -125,48 +89,34 @@ def test_attention_looks_both_ways_within_its_chunk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sinks", "window", "chunk", "kernel"),
-    [(0, 0, 4, 1), (8, 4, 7, 3), (3, 2, 256, 3), (1, 1, 1, 5)],
+    ("context", "sinks", "window", "chunk", "kernel"),
+    [
+        *((ROWS, 0, 0, 4, 1), (ROWS, 8, 4, 7, 3), (ROWS, 3, 2, 256, 3), (ROWS, 1, 1, 1, 5)),
+        *((LATER, 2, 1, 3, 3), (LATER, 2, 1, 10, 3), (LATER, 2, 1, 100, 3)),
+    ],
 )
-def test_attention_against_slow_loops_in_padded_rows(
-    sinks: int, window: int, chunk: int, kernel: int
+def test_attention_against_slow_loops(
+    context: LayerContext, sinks: int, window: int, chunk: int, kernel: int
 ) -> None:
-    lens = (31, 17, 4)
+    def expected(row: int, head: int) -> list[float]:
+        view = view_of(context, row)
+        held, last = view.entries[head], max(len(view.new_positions) - window, 0)
+        inside = [j for j in range(max(len(held) - window, 0)) if held[j].position >= sinks]
+        found = chunk_attentions(
+            [rows[:last] for rows in group_of(view, head)],
+            view.new_positions[:last],
+            [held[j] for j in inside],
+            num_sinks=sinks,
+            chunk_size=chunk,
+            kernel_size=kernel,
+        )
+        scores = dict(zip(inside, found, strict=True))
+        return [scores.get(j, 0.0) for j in range(len(held))]
+
     scorer = ChunkAttentionScorer(
         num_sinks=sinks, window_size=window, chunk_size=chunk, kernel_size=kernel
     )
-    check_attention(random_layer(chunk, lens, query_len=31), scorer)
-
-
-@pytest.mark.parametrize("chunk", [3, 10, 100])
-def test_attention_where_heads_hold_unlike_tokens(chunk: int) -> None:
-    check_attention(
-        later_turn(), ChunkAttentionScorer(num_sinks=2, window_size=1, chunk_size=chunk)
-    )
-
-
-def check_attention(context: LayerContext, scorer: ChunkAttentionScorer) -> None:
-    found = scorer.score(context)
-    for row in range(context.batch):
-        view = view_of(context, row)
-        group = len(view.queries) // len(view.entries)
-        last = max(len(view.new_positions) - scorer.window_size, 0)
-        for head, held in enumerate(view.entries):
-            end = max(len(held) - scorer.window_size, 0)
-            inside = [j for j in range(end) if held[j].position >= scorer.num_sinks]
-            scores = chunk_attentions(
-                [list(rows[:last]) for rows in view.queries[head * group : (head + 1) * group]],
-                view.new_positions[:last],
-                [held[j] for j in inside],
-                num_sinks=scorer.num_sinks,
-                chunk_size=scorer.chunk_size,
-                kernel_size=scorer.kernel_size,
-            )
-            expected = [0.0] * len(held)
-            for j, score in zip(inside, scores, strict=True):
-                expected[j] = score
-            here = found[row, head, context.key_len - len(held) :].tolist()
-            assert here == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    check_tokens(scorer.score(context), context, expected, rel=1e-3, abs=1e-4)
 
 
 def test_the_method_against_slow_loops() -> None:
@@ -188,34 +138,3 @@ def test_the_weight_of_the_leverage() -> None:
     assert Compactor(0.25, blending=2).scorer.weights == (2.0, 1.0)  # type: ignore[union-attr]
     assert Compactor(protect=20).selector.protected_first == 20
     assert Compactor(protect=2).selector.protected_first == 8
-
-
-@pytest.mark.parametrize(
-    "scorer",
-    [
-        LeverageScorer(num_sinks=0, window_size=0, sketch_size=3),
-        LeverageScorer(num_sinks=2, window_size=1, seed=2**70),
-        ChunkAttentionScorer(num_sinks=0, window_size=0, chunk_size=5, kernel_size=1),
-        ChunkAttentionScorer(num_sinks=3, window_size=2, chunk_size=16),
-        Compactor(window_size=2, num_sinks=1, chunk_size=8).scorer,
-    ],
-    ids=str,
-)
-def test_the_contract(scorer: Scorer) -> None:
-    check_scorer(scorer)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: LeverageScorer(sketch_size=0), ValueError, "sketch_size must be at least 1"),
-        (lambda: LeverageScorer(seed=-1), ValueError, "seed must be at least 0"),
-        (lambda: ChunkAttentionScorer(chunk_size=0), ValueError, "chunk_size must be at least 1"),
-        (lambda: ChunkAttentionScorer(kernel_size=2), ValueError, "kernel_size must be odd"),
-        (lambda: Compactor(blending=-0.1), ValueError, "blending must be at least 0"),
-        (lambda: Compactor(protect=-1), ValueError, "protect must be at least 0"),
-    ],
-)
-def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()

@@ -1,30 +1,24 @@
 """Attention to expect of queries to come: by chance itself, and against slow loops."""
 
-import math
-from typing import Any
-
 import attrs
 import pytest
 import torch
 
 from kvpolicy import LayerContext
 from kvpolicy.policies import ExpectedAttention, ExpectedAttentionScorer
-from kvpolicy.policies.scorers.expected import mean_rotation
 from kvpolicy.rotary import PlainRotary
-from kvpolicy.testing import check_scorer
-from tests.policies.views import view_of
+from tests.policies.views import group_of, view_of
 from tests.reference.query_agnostic import expected_scores
 
-from .support import THETA, in_a_later_turn, turning
+from .support import THETA, check_tokens, in_a_later_turn, turning
 
 
 def slow(
     context: LayerContext, row: int, head: int, scorer: ExpectedAttentionScorer
 ) -> list[float]:
     view = view_of(context, row)
-    group = len(view.queries) // len(view.entries)
     return expected_scores(
-        [list(each) for each in view.queries[head * group : (head + 1) * group]],
+        group_of(view, head),
         view.new_positions,
         view.entries[head],
         next_position=view.seen,
@@ -36,28 +30,25 @@ def slow(
     )
 
 
-@pytest.mark.parametrize(("sinks", "future", "epsilon"), [(0, 1, 0.0), (4, 70, 0.0), (2, 9, 0.3)])
-def test_against_slow_loops_in_padded_rows(sinks: int, future: int, epsilon: float) -> None:
-    lens = (19, 11, 3)
-    context = turning(future, lens, 19)
+@pytest.mark.parametrize(
+    ("context", "sinks", "future", "epsilon"),
+    [
+        (turning(1, (19, 11, 3), 19), 0, 1, 0.0),
+        (turning(70, (19, 11, 3), 19), 4, 70, 0.0),
+        (turning(9, (19, 11, 3), 19), 2, 9, 0.3),
+        # In a later turn positions go on from the row's own.
+        (in_a_later_turn(turning(1, (9, 9), 3)), 4, 20, 0.0),
+    ],
+)
+def test_against_slow_loops(context: LayerContext, sinks: int, future: int, epsilon: float) -> None:
     scorer = ExpectedAttentionScorer(num_sinks=sinks, future_len=future, epsilon=epsilon)
-    found = scorer.score(context)
-    for row, length in enumerate(lens):
-        for head in range(3):
-            expected = slow(context, row, head, scorer)
-            here = found[row, head, 19 - length :].tolist()
-            assert here == pytest.approx(expected, rel=1e-3, abs=1e-5)
-
-
-def test_in_a_later_turn_positions_go_on_from_the_rows_own() -> None:
-    context = in_a_later_turn(turning(1, (9, 9), 3))
-    scorer = ExpectedAttentionScorer(future_len=20)
-    found = scorer.score(context)
-    for row in range(2):
-        for head in range(3):
-            held = context.positions[row, head] >= 0
-            expected = slow(context, row, head, scorer)
-            assert found[row, head][held].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    check_tokens(
+        scorer.score(context),
+        context,
+        lambda row, head: slow(context, row, head, scorer),
+        rel=1e-3,
+        abs=1e-5,
+    )
 
 
 def test_the_formula_is_the_mean_over_normal_queries() -> None:
@@ -81,13 +72,6 @@ def test_the_formula_is_the_mean_over_normal_queries() -> None:
         torch.testing.assert_close(found[0, head], total, rtol=0.2, atol=5e-3)
 
 
-def test_the_mean_rotation_on_paper() -> None:
-    """One pair of channels: to 1 and 2, means of cosines and sines."""
-    turn = mean_rotation(PlainRotary(2), torch.tensor([1]), 2, 2)[0]
-    cos, sin = (math.cos(1) + math.cos(2)) / 2, (math.sin(1) + math.sin(2)) / 2
-    torch.testing.assert_close(turn, torch.tensor([[cos, sin], [-sin, cos]]))
-
-
 def test_sinks_are_protected_by_the_method() -> None:
     method = ExpectedAttention(retention_tokens=9, window_size=2, num_sinks=5)
     kept = method.decide(turning(4, (30,), 30)).kept
@@ -100,31 +84,3 @@ def test_sinks_are_protected_by_the_method() -> None:
 def test_a_prompt_of_sinks_alone() -> None:
     saliency = ExpectedAttentionScorer().score(turning(5, (3, 2), 3))
     assert saliency.tolist() == [[[0.0] * 3] * 3] * 2
-
-
-@pytest.mark.parametrize(
-    "scorer",
-    [
-        ExpectedAttentionScorer(num_sinks=0, future_len=3),
-        ExpectedAttentionScorer(epsilon=0.1),
-        ExpectedAttentionScorer(num_sinks=2, future_len=70, by_value=False),
-    ],
-    ids=str,
-)
-def test_the_contract(scorer: ExpectedAttentionScorer) -> None:
-    check_scorer(scorer)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"num_sinks": -1}, ValueError, "num_sinks must be at least 0"),
-        ({"future_len": 0}, ValueError, "future_len must be at least 1"),
-        ({"epsilon": math.inf}, ValueError, "epsilon must be at least 0 and finite, got inf"),
-        ({"epsilon": "0"}, TypeError, "epsilon must be a number, got '0'"),
-        ({"by_value": 1}, TypeError, "by_value must be a bool, got 1"),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        ExpectedAttentionScorer(**arguments)

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from kvpolicy.policies import LagKV, LagKVScorer
-from kvpolicy.testing import check_scorer
 from tests.reference.runs import lag_scores
 
-from .support import layer_of, random_layer, rows_of
+from .support import check_tokens, held_by, layer_of, random_layer
 
 
 def test_two_runs_on_paper() -> None:
@@ -19,8 +18,12 @@ def test_two_runs_on_paper() -> None:
     keys = torch.tensor(
         [
             [9.0, 9.0],
-            *([0.0, 0.0], [4.0, 0.0], [2.0, 0.5]),
-            *([0.0, 2.0], [4.0, 0.0], [1.0, 1.0]),
+            [0.0, 0.0],
+            [4.0, 0.0],
+            [2.0, 0.5],
+            [0.0, 2.0],
+            [4.0, 0.0],
+            [1.0, 1.0],
             [7.0, 7.0],
         ]
     )
@@ -31,10 +34,28 @@ def test_two_runs_on_paper() -> None:
     assert kept.kept.tolist() == [[[0, 2, 4, 5, 6, 7]]]
 
 
-def test_a_context_of_less_than_two_runs_goes_by_recency() -> None:
-    keys = torch.tensor([[3.0, 1.0], [2.0, 2.0], [0.0, 5.0], [4.0, 4.0], [1.0, 0.0]])
-    saliency = LagKVScorer(num_sinks=1, lag_size=3).score(layer_of(keys))
-    assert saliency.tolist() == [[[2.0, 1.0, 1.25, 1.5, 1.75]]]
+@pytest.mark.parametrize(
+    ("keys", "sinks", "lag", "expected"),
+    [
+        # Less than two runs go by recency.
+        ([[3, 1], [2, 2], [0, 5], [4, 4], [1, 0]], 1, 3, [2.0, 1.0, 1.25, 1.5, 1.75]),
+        # A constant channel, the second of the last run, counts as nothing; the first decides.
+        (
+            [[2, 5], [4, -5], [0, 9], [0, 1], [4, 1], [1, 1]],
+            0,
+            3,
+            [1 / 3, 2 / 3, 0.0, 1.0, 1 + 1 / 3, 1 + 2 / 3],
+        ),
+        # Equal tokens rank by their order.
+        ([[1, 1, 1]] * 4, 0, 2, [0.5, 0.0, 1.0, 1.5]),
+    ],
+)
+def test_runs_on_paper(
+    keys: list[list[float]], sinks: int, lag: int, expected: list[float]
+) -> None:
+    scorer = LagKVScorer(num_sinks=sinks, lag_size=lag)
+    saliency = scorer.score(layer_of(torch.tensor(keys, dtype=torch.float32)))
+    torch.testing.assert_close(saliency[0, 0], torch.tensor(expected))
 
 
 def test_a_small_budget_keeps_sinks_and_the_most_recent() -> None:
@@ -43,31 +64,16 @@ def test_a_small_budget_keeps_sinks_and_the_most_recent() -> None:
     assert kept.tolist() == [[[0, 1, 20, 21, 22]] * 3]
 
 
-def test_a_constant_channel_counts_as_nothing() -> None:
-    """The second channel of the last run is 1 throughout; the first decides, 0, 1/2, 1 apart."""
-    keys = torch.tensor([[2.0, 5.0], [4.0, -5.0], [0.0, 9.0], [0.0, 1.0], [4.0, 1.0], [1.0, 1.0]])
-    saliency = LagKVScorer(num_sinks=0, lag_size=3).score(layer_of(keys))
-    expected = torch.tensor([1 / 3, 2 / 3, 0.0, 1.0, 1 + 1 / 3, 1 + 2 / 3])
-    torch.testing.assert_close(saliency[0, 0], expected)
-
-
-def test_equal_tokens_rank_by_their_order() -> None:
-    saliency = LagKVScorer(num_sinks=0, lag_size=2).score(layer_of(torch.ones(4, 3)))
-    assert saliency.tolist() == [[[0.5, 0.0, 1.0, 1.5]]]
-
-
 @pytest.mark.parametrize(("sinks", "lag"), [(0, 1), (0, 4), (2, 3), (4, 5), (3, 11), (50, 2)])
 def test_against_slow_loops_in_padded_rows(sinks: int, lag: int) -> None:
-    lens = (23, 9, 2, 29)
-    context = random_layer(lag, lens)
-    found = rows_of(LagKVScorer(num_sinks=sinks, lag_size=lag).score(context), lens)
-    for row, length in enumerate(lens):
-        for head in range(3):
-            keys, values = (
-                each[row, head, -length:].tolist() for each in (context.keys, context.values)
-            )
-            expected = lag_scores(range(length), keys, values, num_sinks=sinks, lag_size=lag)
-            assert found[row][head] == pytest.approx(expected, abs=1e-6)
+    context = random_layer(lag, (23, 9, 2, 29))
+
+    def expected(row: int, head: int) -> list[float]:
+        keys, values = (each.tolist() for each in held_by(context, row, head))
+        return lag_scores(range(len(keys)), keys, values, num_sinks=sinks, lag_size=lag)
+
+    found = LagKVScorer(num_sinks=sinks, lag_size=lag).score(context)
+    check_tokens(found, context, expected, abs=1e-6)
 
 
 def test_evicted_sinks_are_not_made_up_for() -> None:
@@ -81,10 +87,3 @@ def test_evicted_sinks_are_not_made_up_for() -> None:
     assert saliency[0, :, 0].tolist() == [2.0] * 3
     assert saliency[0, :, 1:5].sort(dim=-1).values.tolist() == [[0.0, 0.25, 0.5, 0.75]] * 3
     assert saliency[0, :, 5:].tolist() == [[1.0, 1.25, 1.5, 1.75]] * 3
-
-
-@pytest.mark.parametrize(
-    "scorer", [LagKVScorer(num_sinks=1, lag_size=3), LagKVScorer(num_sinks=0, lag_size=1)], ids=str
-)
-def test_the_contract_at_small_runs(scorer: LagKVScorer) -> None:
-    check_scorer(scorer)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kvpolicy.policies import CurDKV, CURScorer
-from kvpolicy.testing import check_scorer
 
-from .support import layer_of, random_layer, rows_of
+from .support import check_tokens, held_by, layer_of, random_layer
 
 # Squared norms 9, 16, 25 | 4, 4 of keys and 1, 1, 4 | 3, 1 of values.
 KEYS = torch.tensor([[3.0, 0.0], [0.0, 4.0], [3.0, 4.0], [2.0, 0.0], [0.0, 2.0]])
@@ -47,16 +46,11 @@ def slow(keys: list[list[float]], values: list[list[float]], sinks: int, size: i
 
 @pytest.mark.parametrize(("sinks", "size"), [(0, 1), (0, 4), (4, 16), (2, 50)])
 def test_against_slow_loops_in_padded_rows(sinks: int, size: int) -> None:
-    lens = (23, 9, 2, 29)
-    context = random_layer(size, lens)
-    found = rows_of(CURScorer(num_sinks=sinks, local_size=size).score(context), lens)
-    for row, length in enumerate(lens):
-        for head in range(3):
-            keys, values = (
-                each[row, head, -length:].tolist() for each in (context.keys, context.values)
-            )
-            assert found[row][head] == pytest.approx(slow(keys, values, sinks, size), rel=1e-5)
+    context = random_layer(size, (23, 9, 2, 29))
 
+    def expected(row: int, head: int) -> list[float]:
+        keys, values = held_by(context, row, head)
+        return slow(keys.tolist(), values.tolist(), sinks, size)
 
-def test_the_contract_at_small_stretches() -> None:
-    check_scorer(CURScorer(num_sinks=1, local_size=3))
+    found = CURScorer(num_sinks=sinks, local_size=size).score(context)
+    check_tokens(found, context, expected, rel=1e-5)

@@ -10,7 +10,7 @@ from kvpolicy.policies import RedundancyScorer
 from tests.reference.decoding import softmax
 from tests.reference.selection import max_pool
 
-from .support import random_layer, rows_of
+from .support import check_tokens, held_by, random_layer
 
 
 def with_copies(context: LayerContext, seed: int) -> LayerContext:
@@ -52,13 +52,12 @@ def test_attention_is_that_of_slow_loops_in_padded_rows() -> None:
     new_valid = torch.arange(6) >= 6 - counts[:, None]
     context = attrs.evolve(random_layer(7, lens, query_len=4), new_valid=new_valid)
     assert context.query_valid.sum(dim=1).tolist() == [4, 3, 2]
-    found = rows_of(
-        RedundancyScorer(window_size=4, kernel_size=3, importance=1.0).score(context), lens
+    check_tokens(
+        RedundancyScorer(window_size=4, kernel_size=3, importance=1.0).score(context),
+        context,
+        lambda row, head: [*slow_attention(context, row, head, 4), 0.0, 0.0, 0.0, 0.0],
+        rel=1e-4,
     )
-    for row in range(len(lens)):
-        for head in range(3):
-            want = slow_attention(context, row, head, 4)
-            assert found[row][head] == pytest.approx([*want, 0.0, 0.0, 0.0, 0.0], rel=1e-4)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 0.97, 1.0])
@@ -68,13 +67,12 @@ def test_redundancy_is_that_of_slow_loops(
 ) -> None:
     """Blocks of several heads, of one, and of a few keys; the last run is not full."""
     monkeypatch.setitem(attention.BLOCK_BYTES, "cpu", block_bytes)
-    lens = (213, 150)
-    context = with_copies(random_layer(3, lens, query_len=4), 5)
+    context = with_copies(random_layer(3, (213, 150), query_len=4), 5)
     scorer = RedundancyScorer(window_size=1, kernel_size=1, importance=0.0, threshold=threshold)
-    before, found = context.keys.clone(), rows_of(scorer.score(context), lens)
+
+    def expected(row: int, head: int) -> list[float]:
+        return [*slow(held_by(context, row, head)[0], threshold)[:-1], 0.0]
+
+    before = context.keys.clone()
+    check_tokens(-scorer.score(context), context, expected, rel=1e-4)
     assert torch.equal(context.keys, before)
-    for row, length in enumerate(lens):
-        for head in range(3):
-            want = slow(context.keys[row, head, -length:], threshold)
-            got = [-each for each in found[row][head][:-1]]
-            assert got == pytest.approx(want[:-1], rel=1e-4)

@@ -7,7 +7,7 @@ import attrs
 import pytest
 import torch
 
-from kvpolicy import LayerContext, Scorer
+from kvpolicy import LayerContext
 from kvpolicy.attention import group_mean
 from kvpolicy.policies import (
     AdaKV,
@@ -18,45 +18,31 @@ from kvpolicy.policies import (
     WindowMaxPoolScorer,
     WindowMeanPoolScorer,
 )
-from kvpolicy.testing import check_scorer
 from tests.policies.views import view_of
 from tests.reference.droppers import window_means
-from tests.reference.selection import (
-    average_pool,
-    head_mean,
-    max_pool,
-    max_pool_peak_first,
-    window_saliency,
-)
+from tests.reference.methods import window_attention
+from tests.reference.selection import average_pool, head_mean, max_pool, max_pool_peak_first
 
-from .support import random_layer
+from .support import check_tokens, random_layer
 
 LENS = (23, 9, 2)
 
 
 def slow(context: LayerContext, row: int, window: int) -> list[list[float]]:
     """By query head, the window's attention to the tokens before it."""
-    view = view_of(context, row)
-    return window_saliency(
-        view.queries,
-        view.new_positions,
-        view.entries,
-        window_size=window,
-        kernel_size=1,
-        scaling=view.scaling,
-    )
+    return window_attention(view_of(context, row), window)
 
 
 @pytest.mark.parametrize(("window", "kernel"), [(4, 1), (4, 3), (1, 7), (30, 3)])
 def test_average_pooling_against_slow_loops_in_padded_rows(window: int, kernel: int) -> None:
     context = random_layer(window, LENS, query_len=min(window, 23))
+
+    def expected(row: int, head: int) -> list[float]:
+        scores = average_pool(slow(context, row, window)[head], kernel)
+        return [*scores, *[0.0] * min(window, LENS[row])]
+
     found = WindowMeanPoolScorer(window, kernel_size=kernel).score(context)
-    for row, length in enumerate(LENS):
-        expected = slow(context, row, window)
-        for head in range(6):
-            scores = average_pool(expected[head], kernel)
-            here = found[row, head, 23 - length :].tolist()
-            assert here == pytest.approx([*scores, *[0.0] * min(window, length)], abs=1e-6)
+    check_tokens(found, context, expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -68,19 +54,20 @@ def test_groups_and_peaks_come_first_in_padded_rows(
 ) -> None:
     """Groups are averaged before the pooling, and a token that is a peak keeps its rank."""
     context = random_layer(window, LENS, query_len=min(window, 23))
-    found = WindowMaxPoolScorer(
-        window, kernel_size=kernel, group_first=group_first, peak_first=peak_first
-    ).score(context)
     pool = max_pool_peak_first if peak_first else max_pool
-    for row, length in enumerate(LENS):
+
+    def expected(row: int, head: int) -> list[float]:
         attention = slow(context, row, window)
         if group_first:
-            attention = [head_mean(attention[head : head + 2]) for head in (0, 2, 4)]
-        assert len(attention) == found.shape[1]
-        for head, weights in enumerate(attention):
-            here = found[row, head, 23 - length :].tolist()
-            expected = [*pool(weights, kernel), *[0.0] * min(window, length)]
-            assert here == pytest.approx(expected, abs=1e-6)
+            attention = [head_mean(attention[first : first + 2]) for first in (0, 2, 4)]
+        return [*pool(attention[head], kernel), *[0.0] * min(window, LENS[row])]
+
+    scorer = WindowMaxPoolScorer(
+        window, kernel_size=kernel, group_first=group_first, peak_first=peak_first
+    )
+    found = scorer.score(context)
+    assert found.shape[1] == (3 if group_first else 6)
+    check_tokens(found, context, expected, abs=1e-6)
 
 
 def test_heads_that_share_what_is_stored_are_one_group() -> None:
@@ -113,12 +100,6 @@ def test_methods_offer_the_order(method: Any) -> None:
     assert bounded.decoding.scorer == bounded.scorer
 
 
-def test_without_pooling_the_two_are_one() -> None:
-    context = random_layer(1, LENS, query_len=4)
-    mean, largest = WindowMeanPoolScorer(4, kernel_size=1), WindowMaxPoolScorer(4, kernel_size=1)
-    torch.testing.assert_close(mean.score(context), largest.score(context))
-
-
 @pytest.mark.parametrize("window", [1, 4, 30])
 def test_the_window_attends_to_itself_as_well(window: int) -> None:
     context = random_layer(window, LENS, query_len=min(window, 23))
@@ -129,26 +110,3 @@ def test_the_window_attends_to_itself_as_well(window: int) -> None:
         assert here.mean(dim=0).tolist() == pytest.approx(expected, abs=1e-6)
         assert here.sum(dim=1).tolist() == pytest.approx([1.0] * 6)
         assert math.isclose(float(found[row].sum()), 6.0, rel_tol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "scorer",
-    [
-        WindowMeanPoolScorer(3, kernel_size=5),
-        WindowMeanPoolScorer(1, kernel_size=1),
-        WindowAttentionScorer(3),
-        WindowMaxPoolScorer(3, kernel_size=5, group_first=True),
-    ],
-    ids=str,
-)
-def test_the_contract(scorer: Scorer) -> None:
-    check_scorer(scorer)
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="kernel_size must be odd"):
-        WindowMeanPoolScorer(kernel_size=4)
-    with pytest.raises(ValueError, match="window_size must be at least 1"):
-        WindowAttentionScorer(0)
-    with pytest.raises(TypeError, match="group_first must be a bool, got 1"):
-        SnapKV(group_first=1)  # type: ignore[arg-type]

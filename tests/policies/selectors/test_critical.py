@@ -1,7 +1,5 @@
 """Two stages of one budget: on paper, against slow loops, alone and around Ada-KV."""
 
-from typing import Any
-
 import attrs
 import pytest
 import torch
@@ -16,17 +14,14 @@ from kvpolicy.policies import (
     GQAGroupSelector,
     KeepAllSelector,
     PassAllPropagation,
-    SinkAndRecentSelector,
     SnapKV,
     WindowMaxPoolScorer,
 )
 from kvpolicy.policies.selectors.critical import output_norms
-from kvpolicy.testing import check_selector
 from tests import reference
 from tests.contexts import with_layer
 from tests.policies.scorers.support import layer_of, random_layer
 from tests.policies.views import slots_of, view_of
-from tests.reference.query_agnostic import projected
 
 HIDDEN = 7
 
@@ -78,20 +73,6 @@ def test_tokens_without_attention_compete_by_their_values() -> None:
     assert kept.tolist() == [[[1, 3]]]
 
 
-def test_norms_against_slow_loops() -> None:
-    weight = weights()
-    context = attrs.evolve(random_layer(0, (11, 4)), queries=torch.zeros(2, 6, 0, 5))
-    found = output_norms(with_layer(context, output_weight=weight))
-    for row in range(2):
-        for head in range(3):
-            for slot in range(11):
-                value = context.values[row, head, slot]
-                norms = [
-                    projected(value, as_linear(weight), each) for each in (2 * head, 2 * head + 1)
-                ]
-                assert float(found[row, head, slot]) == pytest.approx(sum(norms) / 2, rel=1e-5)
-
-
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("rate", [0.2, 0.5])
 def test_the_method_against_slow_loops_in_padded_rows(share: float, rate: float) -> None:
@@ -141,46 +122,6 @@ def test_a_bound_for_answers_goes_to_the_selector_within() -> None:
     assert str(CriticalKV(retention_tokens=64, decoding=True)) == (
         "CriticalKV(decoding=64, retention_tokens=64)"
     )
-    with pytest.raises(ValueError, match="retention_tokens must be given if decoding is True"):
-        CriticalKV(decoding=True)
-
-
-@pytest.mark.parametrize(
-    ("selector", "larger"),
-    [
-        (
-            CriticalSelector(GQAGroupSelector(0.3, window_size=2), first_share=0.4),
-            CriticalSelector(GQAGroupSelector(0.5, window_size=2), first_share=0.4),
-        ),
-        (CriticalSelector(GQAGroupSelector(retention_tokens=6, window_size=0, protect=3)), None),
-        (CriticalSelector(SinkAndRecentSelector(0.4)), None),
-        (CriticalSelector(AdaptiveHeadSelector(0.3, window_size=2)), None),
-        (
-            FirstLayersWholeSelector(
-                CriticalSelector(GQAGroupSelector(0.3, window_size=2)), whole_layers=2
-            ),
-            None,
-        ),
-    ],
-    ids=str,
-)
-def test_the_contract(selector: Any, larger: Any) -> None:
-    check_selector(selector, larger)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: CriticalSelector("snapkv"), TypeError, "selector must be a KVSelector"),
-        (lambda: CriticalSelector(first_share=1.1), ValueError, r"first_share must be in \[0, 1\]"),
-        (lambda: CriticalSelector(epsilon=-1), ValueError, "epsilon must be at least 0"),
-        (lambda: FirstLayersWholeSelector(3), TypeError, "selector must be a KVSelector, got 3"),
-        (lambda: FirstLayersWholeSelector(whole_layers=-1), ValueError, "whole_layers must be at"),
-    ],
-)
-def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()
 
 
 def whole_context(layer_idx: int) -> LayerContext:

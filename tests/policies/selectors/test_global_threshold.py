@@ -7,7 +7,6 @@ from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
 from kvpolicy.deferred_selection import DeferredLayer, kept_of_all
-from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.part_calls import DeferredChecks
 from kvpolicy.policies import (
     GlobalThresholdSelector,
@@ -16,22 +15,18 @@ from kvpolicy.policies import (
     PassAllPropagation,
     PeakAttentionScorer,
 )
+from tests.contexts import layer_context
 
 
 def layer(positions: list[list[list[int]]], *, seen: int, layer_idx: int = 0) -> LayerContext:
     """A layer of one query head for each KV head, ``[batch, kv_heads, key_len]``."""
     places = torch.tensor(positions)
-    width = (*places.shape, 3)
-    return LayerContext(
+    return layer_context(
+        torch.ones(*places.shape, 3),
         layer_idx=layer_idx,
-        num_layers=2,
-        queries=torch.ones(*places.shape[:2], 0, 3),
-        keys=torch.ones(width),
-        values=torch.ones(width),
         positions=places,
         new_valid=places[:, 0] >= 0,
         seen_len=(seen,) * len(places),
-        attention=AttentionSettings(1.0),
     )
 
 
@@ -44,34 +39,31 @@ SCORES = [
 ]
 
 
-def chosen(selector: GlobalThresholdSelector, scores: list[Tensor]) -> list[list[list[int]]]:
+SAME = [torch.zeros_like(each) for each in SCORES]
+
+
+@pytest.mark.parametrize(
+    ("rate", "fixed", "scores", "expected"),
+    [
+        # Two of four for each head: six of ten; 0.9, 0.8, 0.7, 0.6, 0.3, 0.2 are the highest.
+        (0.5, 0, SCORES, [[[0, 2, 3], [0, 1]], [[0]]]),
+        # One of each head: three, all but one of a head.
+        (0.25, 0, SCORES, [[[0, 2], [1]], [[]]]),
+        # The last and the first of each head are four, five with the layer after the drop.
+        (0.5, 1, SCORES, [[[0, 2, 3], [0, 3]], [[1]]]),
+        # Of equals the lower layer, then head, then token.
+        (0.25, 0, SAME, [[[0, 1, 2], []], [[]]]),
+        (0.5, 0, SAME, [[[0, 1, 2, 3], [0, 1]], [[]]]),
+    ],
+)
+def test_by_hand(
+    rate: float, fixed: int, scores: list[Tensor], expected: list[list[list[int]]]
+) -> None:
+    selector = GlobalThresholdSelector(rate, window_size=fixed, protect=fixed)
     found = selector.select_together(scores, [FIRST, SECOND])
-    return [[[i for i in head if i >= 0] for head in kept[0].tolist()] for kept in found]
-
-
-def test_by_hand() -> None:
-    # Two of four for each head: six of ten; 0.9, 0.8, 0.7, 0.6, 0.3, 0.2 are the highest.
-    assert chosen(GlobalThresholdSelector(0.5, window_size=0), SCORES) == [
-        [[0, 2, 3], [0, 1]],
-        [[0]],
-    ]
-    # One of each head: three, all but one of a head.
-    assert chosen(GlobalThresholdSelector(0.25, window_size=0), SCORES) == [[[0, 2], [1]], [[]]]
-
-
-def test_the_protected_take_their_places_first() -> None:
-    # The last and the first of each head are four, five with the layer after the drop.
-    kept = chosen(GlobalThresholdSelector(0.5, window_size=1, protect=1), SCORES)
-    assert kept == [[[0, 2, 3], [0, 3]], [[1]]]
-
-
-def test_of_equals_the_lower_layer_then_head_then_token() -> None:
-    same = [torch.zeros_like(each) for each in SCORES]
-    assert chosen(GlobalThresholdSelector(0.25, window_size=0), same) == [[[0, 1, 2], []], [[]]]
-    assert chosen(GlobalThresholdSelector(0.5, window_size=0), same) == [
-        [[0, 1, 2, 3], [0, 1]],
-        [[]],
-    ]
+    assert [
+        [[i for i in head if i >= 0] for head in kept[0].tolist()] for kept in found
+    ] == expected
 
 
 def test_a_layer_that_shares_what_it_stores_is_one_head() -> None:

@@ -10,151 +10,94 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
-from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
-    AdaKV,
     AdaptiveHeadSelector,
     GQAGroupSelector,
-    PyramidKV,
     PyramidSelector,
-    SnapKV,
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
 from kvpolicy.testing import layer_contexts, saliencies
+from tests.contexts import layer_context, of_new
 
 
-def prompt(key_len: int, *, kv_heads: int = 1, layer_idx: int = 0, num_layers: int = 4) -> Any:
+def prompt(key_len: int, *, kv_heads: int = 1, **changes: Any) -> LayerContext:
     """A first prompt of one row, whose keys do not matter."""
-    keys = torch.zeros(1, kv_heads, key_len, 3)
-    return LayerContext(
-        layer_idx=layer_idx,
-        num_layers=num_layers,
-        queries=keys[:, :, :0],
-        keys=keys,
-        values=keys,
-        positions=torch.arange(key_len).expand(1, kv_heads, key_len),
-        new_valid=torch.ones(1, key_len, dtype=torch.bool),
-        seen_len=(key_len,),
-        attention=AttentionSettings(1.0),
-    )
-
-
-def pyramid_counts(selector: PyramidSelector, seen_len: int, num_layers: int) -> list[int]:
-    """Tokens that each layer keeps of a prompt, all of which reaches it."""
-    counts = []
-    for layer_idx in range(num_layers):
-        context = prompt(seen_len, layer_idx=layer_idx, num_layers=num_layers)
-        counts.append(selector.select(torch.rand(1, 1, seen_len), context).shape[-1])
-    return counts
+    return layer_context(torch.zeros(1, kv_heads, key_len, 3), **{"num_layers": 4, **changes})
 
 
 @pytest.mark.parametrize(
-    ("tokens", "seen_len", "num_layers", "beta", "expected"),
+    ("tokens", "seen_len", "num_layers", "shape", "expected"),
     [
         # A window of 2: 8 free places a layer. 8 * 3/4 * 3/3 = 6 and 8 * 3/4 * 1/3 = 2 more.
-        (10, 20, 4, 4, [16, 12, 8, 4]),
+        (10, 20, 4, {"beta": 4}, [16, 12, 8, 4]),
         # 14 tokens, 12 beside the window: the first layer has room for 4 more, not for 6.
-        (10, 14, 4, 4, [14, 12, 8, 6]),
+        (10, 14, 4, {"beta": 4}, [14, 12, 8, 6]),
         # 12 tokens: 2 of 6 in the first layer; all 2 of 2 fit in the second.
-        (10, 12, 4, 4, [12, 12, 8, 8]),
-        (10, 20, 3, 4, [16, 10, 4]),
-        (10, 20, 2, 4, [16, 4]),
-        (10, 20, 1, 4, [10]),
-        (10, 20, 4, 1, [10, 10, 10, 10]),
+        (10, 12, 4, {"beta": 4}, [12, 12, 8, 8]),
+        (10, 20, 3, {"beta": 4}, [16, 10, 4]),
+        (10, 20, 2, {"beta": 4}, [16, 4]),
+        (10, 20, 1, {"beta": 4}, [10]),
+        (10, 20, 4, {"beta": 1}, [10, 10, 10, 10]),
         # 7 free: 7 * 19 * 3 // 60 = 6 and 7 * 19 * 1 // 60 = 2 more.
-        (9, 100, 4, 20, [15, 11, 7, 3]),
-        (2, 20, 4, 20, [2, 2, 2, 2]),
-        (99, 20, 4, 20, [20, 20, 20, 20]),
+        (9, 100, 4, {"beta": 20}, [15, 11, 7, 3]),
+        (2, 20, 4, {"beta": 20}, [2, 2, 2, 2]),
+        (99, 20, 4, {"beta": 20}, [20, 20, 20, 20]),
+        # A floor. 13 free places; 9 * 3 // 3 more or fewer leave the last layer 4.
+        (15, 512, 4, {"floor_tokens": 4}, [24, 18, 12, 6]),
+        (15, 512, 8, {"floor_tokens": 4}, [24, 21, 18, 16, 14, 12, 9, 6]),
+        (6, 512, 4, {"floor_tokens": 4}, [6, 6, 6, 6]),
+        (5, 512, 4, {"floor_tokens": 4}, [5, 5, 5, 5]),
+        (2, 512, 4, {"floor_tokens": 4}, [2, 2, 2, 2]),
+        # 100 * 19 // 20 = 95 more leave 5 of 100, more than the floor.
+        (102, 512, 3, {"floor_tokens": 4}, [197, 102, 7]),
+        # There is no room for 9 more.
+        (15, 20, 2, {"floor_tokens": 4}, [20, 10]),
+        (15, 512, 1, {"floor_tokens": 4}, [15]),
     ],
 )
 def test_pyramid_counts_on_paper(
-    tokens: int, seen_len: int, num_layers: int, beta: int, expected: list[int]
+    tokens: int, seen_len: int, num_layers: int, shape: dict[str, int], expected: list[int]
 ) -> None:
-    selector = PyramidSelector(retention_tokens=tokens, window_size=2, beta=beta)
-    assert pyramid_counts(selector, seen_len, num_layers) == expected
+    """Tokens that each layer keeps of a prompt, all of which reaches it."""
+    selector = PyramidSelector(retention_tokens=tokens, window_size=2, **shape)
+    for layer_idx, count in enumerate(expected):
+        context = prompt(seen_len, layer_idx=layer_idx, num_layers=num_layers)
+        assert selector.select(torch.rand(1, 1, seen_len), context).shape[-1] == count
 
 
-@pytest.mark.parametrize(
-    ("tokens", "seen_len", "num_layers", "floor", "expected"),
-    [
-        # A window of 2: 13 free places; 9 * 3 // 3 more or fewer leave the last layer 4.
-        (15, 512, 4, 4, [24, 18, 12, 6]),
-        (15, 512, 8, 4, [24, 21, 18, 16, 14, 12, 9, 6]),
-        (6, 512, 4, 4, [6, 6, 6, 6]),
-        (5, 512, 4, 4, [5, 5, 5, 5]),
-        (2, 512, 4, 4, [2, 2, 2, 2]),
-        # 100 * 19 // 20 = 95 more leave 5 of 100, more than the floor.
-        (102, 512, 3, 4, [197, 102, 7]),
-        # There is no room for 9 more.
-        (15, 20, 2, 4, [20, 10]),
-        (15, 512, 1, 4, [15]),
-    ],
+@given(
+    floor_tokens=st.integers(0, 50),
+    seen_len=st.integers(1, 3000),
+    tokens=st.integers(1, 3000),
+    more=st.integers(1, 50),
+    window_size=st.integers(0, 70),
+    beta=st.integers(1, 40),
+    num_layers=st.integers(1, 40),
 )
-def test_a_floor_under_a_pyramid_on_paper(
-    tokens: int, seen_len: int, num_layers: int, floor: int, expected: list[int]
-) -> None:
-    selector = PyramidSelector(retention_tokens=tokens, window_size=2, floor_tokens=floor)
-    assert pyramid_counts(selector, seen_len, num_layers) == expected
-
-
-PARAMETERS = {
-    "floor_tokens": st.integers(0, 50),
-    "seen_len": st.integers(1, 3000),
-    "tokens": st.integers(1, 3000),
-    "window_size": st.integers(0, 70),
-    "beta": st.integers(1, 40),
-    "num_layers": st.integers(1, 40),
-}
-
-
-@given(**PARAMETERS)
 def test_all_layers_of_a_pyramid_keep_what_as_many_equal_layers_would(
-    seen_len: int, tokens: int, window_size: int, beta: int, num_layers: int, floor_tokens: int
+    tokens: int, more: int, seen_len: int, window_size: int, num_layers: int, **shape: int
 ) -> None:
-    selector = PyramidSelector(
-        None,
-        window_size=window_size,
-        retention_tokens=tokens,
-        beta=beta,
-        floor_tokens=floor_tokens,
-    )
     fixed = min(window_size, seen_len)
-    counts = [selector.count(seen_len, fixed, index, num_layers) for index in range(num_layers)]
+
+    def kept(size: int) -> tuple[PyramidSelector, list[int]]:
+        selector = PyramidSelector(None, window_size=window_size, retention_tokens=size, **shape)
+        return selector, [
+            selector.count(seen_len, fixed, index, num_layers) for index in range(num_layers)
+        ]
+
+    selector, counts = kept(tokens)
     equal = min(seen_len, max(tokens, fixed, 1))
     assert sum(counts) == num_layers * equal
     assert counts == sorted(counts, reverse=True)
     assert max(fixed, 1) <= counts[-1]
-    assert counts[-1] >= min(fixed + floor_tokens, equal)
+    assert counts[-1] >= min(fixed + shape["floor_tokens"], equal)
     assert counts[0] <= seen_len
     assert all(a + b == 2 * equal for a, b in zip(counts, reversed(counts), strict=True))
     rates = selector.kept_rates(num_layers, seen_len)
     assert rates == [count / seen_len for count in counts]
-
-
-@given(more=st.integers(1, 50), **PARAMETERS)
-def test_no_layer_of_a_pyramid_loses_by_a_larger_budget(
-    seen_len: int,
-    tokens: int,
-    window_size: int,
-    beta: int,
-    num_layers: int,
-    floor_tokens: int,
-    more: int,
-) -> None:
-    fixed = min(window_size, seen_len)
-    for layer_idx in range(num_layers):
-        smaller, larger = (
-            PyramidSelector(
-                None,
-                window_size=window_size,
-                retention_tokens=size,
-                beta=beta,
-                floor_tokens=floor_tokens,
-            ).count(seen_len, fixed, layer_idx, num_layers)
-            for size in (tokens, tokens + more)
-        )
-        assert smaller <= larger
+    # No layer loses by a larger budget.
+    assert all(a <= b for a, b in zip(counts, kept(tokens + more)[1], strict=True))
 
 
 @given(data=st.data(), context=layer_contexts(0), rate=st.sampled_from([0.05, 0.2, 0.5, 1.0]))
@@ -190,33 +133,6 @@ def test_rates_of_a_pyramid_over_a_long_prompt() -> None:
     assert tokens.kept_rates(2, context_len=100) == [0.32, 0.08]
 
 
-# Head 0 spreads its attention over tokens 0, 2 and 4; head 1 has little for any.
-SPREAD = torch.tensor([[[0.9, 0.1, 0.8, 0.05, 0.7, 0.0], [0.01, 0.03, 0.02, 0.04, 0.0, 0.0]]])
-
-
-@pytest.mark.parametrize(
-    ("floor", "expected"),
-    [
-        # 3 tokens a head, 1 in the window. Each head has its best; the other two go to head 0.
-        (0.5, [[0, 2, 4, 5], [-1, -1, 3, 5]]),
-        # All four places are shared.
-        (0.0, [[0, 1, 2, 4, 5], [-1, -1, -1, -1, 5]]),
-        # None is; int(2 * 0.99) = 1.
-        (1.0, [[0, 2, 5], [1, 3, 5]]),
-        (0.99, [[0, 2, 4, 5], [-1, -1, 3, 5]]),
-    ],
-)
-def test_adaptive_heads_on_paper(floor: float, expected: list[list[int]]) -> None:
-    selector = AdaptiveHeadSelector(retention_tokens=3, window_size=1, floor=floor)
-    assert selector.select(SPREAD, prompt(6, kv_heads=2)).tolist() == [expected]
-
-
-def test_of_equals_the_lower_head_and_then_the_earlier_token_has_the_place() -> None:
-    selector = AdaptiveHeadSelector(retention_tokens=3, window_size=1, floor=0.5)
-    kept = selector.select(torch.ones(1, 2, 6), prompt(6, kv_heads=2))
-    assert kept.tolist() == [[[0, 1, 2, 5], [-1, -1, 0, 5]]]
-
-
 def test_the_saliency_of_a_head_is_that_of_its_group() -> None:
     """Query heads 0 and 1 share KV head 0: (0.5, 0.3, ..) on average, under 0.6 of KV head 1."""
     saliency = torch.tensor([[[0.9, 0.0, 0.0], [0.1, 0.6, 0.0], [0.6, 0.1, 0.0], [0.6, 0.1, 0.0]]])
@@ -228,43 +144,15 @@ def test_the_saliency_of_a_head_is_that_of_its_group() -> None:
     assert kept.tolist() == [[[0, 1], [-1, -1]]]
 
 
-def later_turn(held: list[list[int]], new: int, seen_len: int) -> LayerContext:
-    """One row whose heads hold tokens at unlike positions, then ``new`` tokens."""
-    key_len = max(map(len, held)) + new
-    rows = [[-1] * (key_len - new - len(each)) + each for each in held]
-    rows = [[*each, *range(seen_len - new, seen_len)] for each in rows]
-    return attrs.evolve(
-        prompt(key_len, kv_heads=len(held)),
-        positions=torch.tensor([rows]),
-        new_valid=torch.ones(1, new, dtype=torch.bool),
-        seen_len=(seen_len,),
-    )
-
-
-def test_a_later_turn_with_unlike_heads_on_paper() -> None:
-    """20 tokens seen, a budget of 5 of them, a window of 2: 3 free places, 1 of them a head's own.
-
-    Head 0 holds four old tokens, head 1 one, and there are three new ones.
-    """
-    context = later_turn([[1, 4, 9, 16], [2]], new=3, seen_len=20)
-    scores = torch.tensor([[[0.2, 0.9, 0.1, 0.8, 0.7, 0, 0], [9, 9, 9, 0.3, 0.25, 0, 0]]])
-    selector = AdaptiveHeadSelector(0.25, window_size=2, floor=0.34)
-    kept = selector.select(scores, context)
-    # Own: 0.9 and 0.3. Shared, four: 0.8, 0.7, 0.25, 0.2. Padding, with 9, is no candidate.
-    assert kept.tolist() == [[[0, 1, 3, 4, 5, 6], [-1, -1, 3, 4, 5, 6]]]
-
-
-def test_what_a_head_leaves_of_its_floor_goes_to_no_other() -> None:
-    """A floor of 3 places a head and none to share; head 1 has 2 tokens to take from."""
-    context = later_turn([[1, 4, 9, 16], [2]], new=3, seen_len=20)
-    selector = AdaptiveHeadSelector(0.25, window_size=2, floor=1.0)
-    kept = selector.select(torch.ones(1, 2, 7), context)
-    assert kept.tolist() == [[[0, 1, 2, 5, 6], [-1, 3, 4, 5, 6]]]
-
-
 def test_the_head_with_most_protected_tokens_says_how_many_places_are_free() -> None:
     """Head 0 holds both first tokens, head 1 neither: 4 less 3 leaves one place a head to share."""
-    context = later_turn([[0, 1], [2, 5, 9, 12]], new=1, seen_len=20)
+    context = prompt(
+        5,
+        kv_heads=2,
+        positions=torch.tensor([[[-1, -1, 0, 1, 19], [2, 5, 9, 12, 19]]]),
+        new_valid=of_new(1),
+        seen_len=(20,),
+    )
     selector = AdaptiveHeadSelector(None, window_size=1, retention_tokens=4, floor=0.0, protect=2)
     kept = selector.select(torch.ones(1, 2, 5), context)
     assert kept.tolist() == [[[2, 3, 4], [0, 1, 4]]]
@@ -331,16 +219,6 @@ def test_rates_of_adaptive_heads_are_their_mean() -> None:
     assert selector.budget is None
 
 
-@given(context=layer_contexts(3))
-def test_without_a_fall_and_with_all_of_the_floor_both_are_snapkv(context: LayerContext) -> None:
-    expected = SnapKV(0.3, window_size=3, kernel_size=3).decide(context).kept
-    flat = PyramidKV(0.3, window_size=3, kernel_size=3, beta=1)
-    assert torch.equal(flat.decide(context).kept, expected)
-    if bool((context.valid == context.valid[:, :1]).all()):  # heads hold as many
-        even = AdaKV(0.3, window_size=3, kernel_size=3, floor=1.0)
-        assert torch.equal(even.decide(context).kept, expected)
-
-
 def test_under_a_drop_late_layers_keep_what_reaches_them() -> None:
     """0.2 of 100 tokens reach the layer: a pyramid of 0.3 would keep 31 in the middle."""
     policy = CachePolicy(
@@ -348,44 +226,12 @@ def test_under_a_drop_late_layers_keep_what_reaches_them() -> None:
         PyramidSelector(0.3, window_size=2),
         TokenSelectivePropagation(tsp_layer=0, tsp_rate=0.2, window_size=2),
     )
-    context = attrs.evolve(
-        prompt(20, layer_idx=2, num_layers=5),
+    context = prompt(
+        20,
+        layer_idx=2,
+        num_layers=5,
         positions=torch.arange(0, 100, 5)[None, None],
         seen_len=(100,),
         queries=torch.zeros(1, 1, 2, 3),
     )
     assert policy.decide(context).kept.shape == (1, 1, 20)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: PyramidKV(beta=0), ValueError, "beta must be at least 1, got 0"),
-        (lambda: PyramidKV(beta=2.5), TypeError, "beta must be an int, got 2.5"),
-        (lambda: PyramidKV(0.0), ValueError, r"retention_rate must be in \(0, 1\], got 0.0"),
-        (lambda: PyramidKV(0.2, retention_tokens=9), ValueError, "exactly one of retention_rate"),
-        (lambda: PyramidKV(window_size=0), ValueError, "window_size must be at least 1, got 0"),
-        (lambda: PyramidKV(kernel_size=4), ValueError, "kernel_size must be odd"),
-        (lambda: PyramidSelector(window_size=-1), ValueError, "window_size must be at least 0"),
-        (lambda: AdaKV(floor=1.5), ValueError, r"floor must be in \[0, 1\], got 1.5"),
-        (lambda: AdaKV(floor=-0.1), ValueError, r"floor must be in \[0, 1\], got -0.1"),
-        (lambda: AdaKV(floor=float("nan")), ValueError, r"floor must be in \[0, 1\], got nan"),
-        (lambda: AdaKV(floor=True), TypeError, r"floor must be a number in \[0, 1\], got True"),
-        (lambda: AdaKV(floor="half"), TypeError, "floor must be a number"),
-        (lambda: AdaKV(None), ValueError, "exactly one of retention_rate"),
-        (lambda: AdaptiveHeadSelector(protect=-1), ValueError, "protect must be at least 0"),
-    ],
-)
-def test_bad_parameters(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()
-
-
-def test_a_number_of_tokens_takes_the_place_of_a_default_rate() -> None:
-    assert PyramidKV(retention_tokens=64).selector == PyramidSelector(
-        None, window_size=8, retention_tokens=64, beta=20
-    )
-    assert AdaKV(retention_tokens=64).selector == AdaptiveHeadSelector(
-        None, window_size=8, retention_tokens=64, floor=0.2
-    )
-    assert "retention_rate=None" in repr(AdaKV(retention_tokens=64))

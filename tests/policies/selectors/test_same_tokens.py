@@ -1,11 +1,9 @@
 """The same tokens in all heads of all layers, worked by hand."""
 
 import attrs
-import pytest
 import torch
 
-from kvpolicy import CachePolicy
-from kvpolicy.policies import KeyDiffScorer, PassAllPropagation, ReplayKV, SameTokensSelector
+from kvpolicy.policies import ReplayKV, SameTokensSelector
 
 from .test_global_threshold import FIRST, SCORES, SECOND, layer
 
@@ -59,14 +57,3 @@ def test_replaykv_bounds_an_answer_head_by_head() -> None:
     assert policy.decoding.most_tokens == 9
     assert policy.has_decoding_rule
     assert not ReplayKV(0.2).has_decoding_rule
-
-
-def test_positions_without_gaps_are_refused() -> None:
-    parts = (KeyDiffScorer(), SameTokensSelector(0.2), PassAllPropagation())
-    with pytest.raises(ValueError, match="gapless must be False if layers choose only after all"):
-        CachePolicy(*parts, gapless=True)
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="kernel_size must be"):
-        SameTokensSelector(0.2, kernel_size=4)

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 
 @attrs.frozen(eq=False)
 class Arguments:
-    """What `generate` is called with.
-
-    Args:
-        positional: Positional arguments, those of the first one being the prompt.
-        named: Named ones.
-    """
+    """What `generate` is called with."""
 
     positional: tuple[Any, ...]
     named: dict[str, Any]
@@ -38,11 +33,7 @@ class Arguments:
         return self.mask is not None and not bool(self.mask[:, -1].all())
 
     def copied(self) -> Arguments:
-        """A copy that a call may change; models are shared, and streamers are left out.
-
-        Raises:
-            Exception: Something in it cannot be copied.
-        """
+        """A copy that a call may change; models are shared, and streamers are left out."""
         named = {name: value for name, value in self.named.items() if name != "streamer"}
         shared: dict[int, Any] = {}
         for value in (*self.positional, *named.values()):
@@ -84,12 +75,7 @@ class Arguments:
 
 @attrs.frozen(eq=False)
 class Before:
-    """What a call starts from beside its arguments, and changes: chance, and models' settings.
-
-    Args:
-        chance: States of the generators of torch, numpy and Python.
-        settings: Each model's `generation_config`, which assisted generation changes.
-    """
+    """What a call starts from beside its arguments, and changes: chance, and models' settings."""
 
     chance: tuple[Any, ...]
     settings: tuple[tuple[Any, Any], ...]

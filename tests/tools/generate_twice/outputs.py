@@ -22,14 +22,7 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torc
 
 
 def differences(own: Any, other: Any, mask: Tensor | None) -> dict[str, str]:
-    """Where two outputs differ: by field, how.
-
-    Args:
-        own: A tensor of sequences, or an output with fields.
-        other: Likewise.
-        mask: The prompt's ``[rows, columns]``. What a model computes for padding means nothing,
-            and is not compared.
-    """
+    """Where two outputs differ: by field, how."""
     own, other = _by_field(own), _by_field(other)
     found = {}
     for field in FIELDS:

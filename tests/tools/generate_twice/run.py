@@ -44,11 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def test_files(checkout: Path, models: list[str] | tuple[str, ...]) -> list[Path]:
-    """The tests of models, relative to the checkout.
-
-    Raises:
-        ValueError: The checkout has no generation tests, or none of a model.
-    """
+    """The tests of models, relative to the checkout."""
     files = [Path("tests", "models", each, f"test_modeling_{each}.py") for each in models]
     for file in (Path("tests", "generation", "test_utils.py"), *files):
         if not (checkout / file).is_file():
@@ -60,11 +56,7 @@ def test_files(checkout: Path, models: list[str] | tuple[str, ...]) -> list[Path
 
 
 def check_version(checkout: Path) -> None:
-    """Check that the tests are those of the Transformers that is installed.
-
-    Raises:
-        ValueError: They are of another version.
-    """
+    """Check that the tests are those of the Transformers that is installed."""
     init = checkout / "src" / "transformers" / "__init__.py"
     found = re.search(r'__version__ = "([^"]+)"', init.read_text() if init.is_file() else "")
     version = found[1] if found else "unknown"

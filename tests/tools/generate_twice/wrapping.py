@@ -75,10 +75,6 @@ def generating_twice(
 
     The caller gets what its own call gave; the generators of chance and the models' settings are
     left as that call left them.
-
-    Args:
-        record: Takes up what became of the calls.
-        policies: By name, what makes a policy's cache for an answer of so many tokens.
     """
     generate, prepare = GenerationMixin.generate, GenerationMixin._prepare_cache_for_generation
 

@@ -27,11 +27,7 @@ def tracked() -> set[str]:
 
 
 def wheel_names(files: set[str]) -> set[str]:
-    """Return the names that a wheel must have: the files of the mapped folders, by their package.
-
-    Args:
-        files: The repository's.
-    """
+    """Return the names that a wheel must have: the mapped folders' files, by their package."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {folder: package for package, folder in settings["package-dir"].items()}
     found = set()
