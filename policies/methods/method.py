@@ -94,9 +94,8 @@ retention_tokens=None, protect=0, kernel_size=7, group_first=False)
 
         Raises:
             TypeError: An argument is not an int.
-            ValueError: An argument is below 1; or the method keeps everything, reads a prompt twice
-                or chooses for all layers together, and so has no rule of its own
-                (`has_decoding_rule`).
+            ValueError: An argument is below 1; or the method keeps everything or reads a prompt
+                twice, and so has no rule of its own (`has_decoding_rule`).
 
         Example:
             >>> from kvpolicy.policies import H2O
@@ -108,10 +107,8 @@ retention_tokens=None, protect=0, kernel_size=7, group_first=False)
         if selector is None or self.rereading is not None:
             if self.rereading is not None:
                 reason = "a context that grows cannot be read a second time at every eviction"
-            elif self.selector.decides_together:
-                reason = f"{self.selector} chooses for all layers together"
             else:
-                reason = f"{self.selector} has no budget that could bound it"
+                reason = f"{self.selector} does not bound a layer by itself"
             raise ValueError(
                 f"decoding of {type(self).__name__} must be a DecodingEviction or None, since "
                 f"{reason}, got {tokens}"

@@ -33,10 +33,11 @@ class ReplayKV(EvictionMethod):
     queries of the prompt are rotated to the position after it, and attend to all of it. A token's
     saliency is the largest attention that it receives from the queries just before it, times the
     norm of its value (see `ReplayedAttentionScorer`). One threshold over all layers and heads
-    decides which tokens stay (`GlobalThresholdSelector`). If ``tsp_rate`` is below 1, fewer tokens
-    go on after layer ``tsp_layer``: spans of tokens that stand out most in any head of any layer so
-    far (`CrossLayerPropagation`). This is not a published method: it is `KVzip` with the first
-    reading's queries in place of a second reading, found by this project's study.
+    decides which tokens stay (`GlobalThresholdSelector`); while an answer is decoded, each head
+    chooses by itself. If ``tsp_rate`` is below 1, fewer tokens go on after layer ``tsp_layer``:
+    spans of tokens that stand out most in any head of any layer so far (`CrossLayerPropagation`).
+    This is not a published method: it is `KVzip` with the first reading's queries in place of a
+    second reading, found by this project's study.
 
     Args:
         retention_rate: Fraction of the context that layers and heads keep on average, in (0, 1].
@@ -52,9 +53,6 @@ class ReplayKV(EvictionMethod):
             ``num_layers // 2 - 1``.
         protect: First tokens of the context that are always kept, at least 0; where more than
             ``num_sinks``.
-        decoding: A `DecodingEviction`, by which every layer stays bounded while an answer is
-            decoded; with ``head_uniform`` also a number of tokens, which each head chooses by
-            itself; None lets it grow.
 
     Raises:
         TypeError: An argument is not of its type.
@@ -93,12 +91,10 @@ class ReplayKV(EvictionMethod):
         return self._scorer(), selector, self._propagation(first)
 
     def _bounded_selector(self, tokens: int) -> KVSelector | None:
-        if not isinstance(self.selector, SameTokensSelector):
-            return super()._bounded_selector(tokens)
         # Layers choose one by one while an answer is decoded.
-        same = self.selector
+        first = max(self.protect, self.num_sinks)
         return GQAGroupSelector(
-            retention_tokens=tokens, window_size=same.window_size, protect=same.protect
+            retention_tokens=tokens, window_size=self.window_size, protect=first
         )
 
     def _propagation(self, first: int) -> PropagationPolicy:

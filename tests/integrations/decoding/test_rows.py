@@ -42,7 +42,7 @@ POLICIES: dict[str, CachePolicy] = {
 } | {
     "TOVA": bounded(TOVA, TOKENS, 1),
     "SnapKV": bounded(SnapKV, TOKENS, EVERY, window_size=4),
-    "ReplayKV": bounded(ReplayKV, TOKENS, EVERY, head_uniform=True),
+    "ReplayKV": bounded(ReplayKV, TOKENS, EVERY),
     "window_of_9": bounded(SnapKV, TOKENS, EVERY, window_size=9),
 }
 # By forward, how many tokens each row is given.

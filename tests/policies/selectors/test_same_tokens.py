@@ -1,9 +1,10 @@
 """The same tokens in all heads of all layers, worked by hand."""
 
 import attrs
+import pytest
 import torch
 
-from kvpolicy.policies import ReplayKV, SameTokensSelector
+from kvpolicy.policies import GQAGroupSelector, ReplayKV, SameTokensSelector
 
 from .test_global_threshold import FIRST, SCORES, SECOND, layer
 
@@ -51,9 +52,11 @@ def test_neighbours_are_those_that_are_left() -> None:
     assert selector.select(scores, near).tolist() == selector.select(scores, apart).tolist()
 
 
-def test_replaykv_bounds_an_answer_head_by_head() -> None:
-    policy = ReplayKV(0.2, head_uniform=True, decoding=9)
+@pytest.mark.parametrize("uniform", [False, True])
+def test_replaykv_bounds_an_answer_head_by_head(uniform: bool) -> None:
+    policy = ReplayKV(0.2, head_uniform=uniform, decoding=9, window_size=2, protect=5)
+    assert policy.has_decoding_rule
     assert policy.decoding is not None
     assert policy.decoding.most_tokens == 9
-    assert policy.has_decoding_rule
-    assert not ReplayKV(0.2).has_decoding_rule
+    own = GQAGroupSelector(retention_tokens=9, window_size=2, protect=5)
+    assert policy.decoding.selector == own
