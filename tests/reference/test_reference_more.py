@@ -30,6 +30,7 @@ from tests.reference import (
 from tests.reference.attention import Entry
 from tests.reference.comparing import max_error
 from tests.reference.head_budgets import share
+from tests.reference.layer_budgets import free_places
 from tests.reference.methods import LayerView
 from tests.reference.selection import margin
 
@@ -131,6 +132,34 @@ def test_margins() -> None:
 # PyramidKV
 
 
+@pytest.mark.parametrize(
+    ("mean", "most", "num_layers", "beta", "floor", "expected"),
+    [
+        (8, 18, 4, 4, 0, [14, 10, 6, 2]),  # 8 * 3 * 3 / 12 = 6 above, 8 * 3 * 1 / 12 = 2 above
+        (8, 18, 5, 4, 0, [14, 11, 8, 5, 2]),
+        (7, 10, 4, 4, 0, [10, 8, 6, 4]),  # 5 above would be 12 of 10 there are
+        (7, 30, 4, 20, 0, [13, 9, 5, 1]),  # 6.65 and 2.22 above, rounded down
+        (9, 9, 3, 20, 0, [9, 9, 9]),
+        (9, 30, 3, 1, 0, [9, 9, 9]),
+        (0, 30, 3, 20, 0, [0, 0, 0]),
+        (9, 30, 1, 20, 0, [9]),
+        (9, 30, 2, 3, 0, [15, 3]),
+        (7, 1000, 4, 20, 1, [13, 9, 5, 1]),  # as without a floor: 6.65 above
+        (7, 1000, 4, 20, 4, [10, 8, 6, 4]),
+        (8, 1000, 4, 20, 4, [12, 9, 7, 4]),  # 4 * 1 // 3 = 1
+        (4, 1000, 4, 20, 4, [4, 4, 4, 4]),
+        (3, 1000, 4, 20, 4, [3, 3, 3, 3]),
+        (0, 1000, 4, 20, 4, [0, 0, 0, 0]),
+        (80, 1000, 4, 20, 4, [156, 105, 55, 4]),  # 80 * 19 // 20 = 76 above
+        (100, 1000, 4, 20, 4, [195, 131, 69, 5]),  # 95 above leaves 5
+    ],
+)
+def test_free_places(
+    mean: int, most: int, num_layers: int, beta: int, floor: int, expected: list[int]
+) -> None:
+    assert free_places(mean, most, num_layers, beta, floor) == expected
+
+
 @pytest.mark.parametrize("num_layers", [1, 5])
 @pytest.mark.parametrize("protect", [0, 3])
 def test_pyramid_kv_divides_snapkvs_total(num_layers: int, protect: int) -> None:
@@ -150,6 +179,20 @@ def test_pyramid_kv_divides_snapkvs_total(num_layers: int, protect: int) -> None
 
 
 # AdaKV
+
+
+def test_share_breaks_ties_by_head_then_token() -> None:
+    even = [[0.25] * 4, [0.25] * 4, [0.25] * 4]
+    assert share(even, [[], [], []], 2, 0.0) == ([[0, 1, 2, 3], [0, 1], []], inf)
+    assert share(even, [[], [0], []], 2, 0.5) == ([[0, 1, 2, 3], [1], [0]], inf)
+    assert share(even, [[0], [], []], 1, 1.0) == ([[1], [0], [0]], inf)
+    assert share([[0.5, 0.2], [], [0.1]], [[], [], []], 1, 0.0) == ([[0, 1], [], [0]], inf)
+
+
+def test_a_heads_floor_rounds_down() -> None:
+    scores = [[0.9, 0.8, 0.7, 0.6, 0.5], [0.3, 0.2, 0.1, 0.05]]
+    assert share(scores, [[], []], 3, 0.5)[0] == [[0, 1, 2, 3, 4], [0]]
+    assert share(scores, [[], []], 3, 0.7)[0] == [[0, 1, 2, 3], [0, 1]]
 
 
 def test_margin_of_a_share() -> None:
