@@ -1,21 +1,20 @@
 """Decoders whose layers lie in a module that reads no tokens, as BERT's and its like's."""
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
-from tests.integrations.hybrids.models import TOLERANCE, generate, padded, tokens
-from tests.integrations.model.builds.catalogue import Build, builds
+from tests.integrations.hybrids.models import generate, tokens
+from tests.integrations.model.builds.catalogue import Build, builds, built
 from tests.integrations.model.builds.judge import Judge
+from tests.integrations.support.alone import two_turns_beside_alone
+from tests.integrations.support.conversation import left_padded
 from tests.integrations.support.own_beams import assert_beams_are_dense
-from tests.integrations.support.two_turns import off_in_two_turns
 
 # Positions from 0, from behind the padding id, with a norm behind the module of the layers.
 FAMILIES = ("bert", "roberta", "xlm-roberta-xl", "electra")
@@ -26,36 +25,28 @@ POLICIES: dict[str, CachePolicy] = {
 }
 
 
-@cache
-def decoder(name: str) -> PreTrainedModel:
-    return builds()[name].model()
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_policies_are_right(name: str) -> None:
-    verdict = Judge(name, decoder(name))()
+    verdict = Judge(name, built(name))()
     assert verdict.outcome == "right", verdict
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_turns_of_padded_rows(name: str, policy: str) -> None:
-    store = PolicyCache(POLICIES[policy])
-    worst, effect = off_in_two_turns(decoder(name), store, [40, 23], [9, 21])
-    assert worst < TOLERANCE
-    assert effect > 1e-2
+    store = two_turns_beside_alone(built(name), POLICIES[policy], [40, 23], [9, 21])
     assert bool(store.propagated) is (policy == "fastkv")
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta"])
 def test_beams(name: str) -> None:
-    assert_beams_are_dense(decoder(name), torch.tensor(ROWS[:1]))
+    assert_beams_are_dense(built(name), torch.tensor(ROWS[:1]))
 
 
 @torch.no_grad()
 def test_positions_that_a_model_counts_from_elsewhere() -> None:
     """In a loop of one's own a padded row's positions are known to nobody but the caller."""
-    model, (ids, mask) = decoder("roberta"), padded(ROWS)
+    model, (ids, mask) = built("roberta"), left_padded(ROWS)
     store = PolicyCache(FullContext())
     with store.attached(model):
         whole: Any = model(ids[:1], cache=store)
@@ -83,7 +74,7 @@ def test_positions_that_a_model_counts_from_elsewhere() -> None:
 @torch.no_grad()
 def test_without_a_head() -> None:
     for name in ("bert", "roberta"):
-        model: Any = decoder(name).base_model
+        model: Any = built(name).base_model
         store, ids = PolicyCache(SnapKV(0.3, window_size=4)), torch.tensor(ROWS[:1])
         with store.attached(model):
             found = model(ids, cache=store).last_hidden_state
