@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from tests.integrations.decoding.reading import Kept, held
 from tests.integrations.fuzz.side_by_side import SideBySide
-from tests.integrations.hybrids.models import tokens
 from tests.integrations.model.builds.dense import Seen, dense_logits
 
 # A batch multiplies matrices otherwise than a row alone, and experts are sent other tokens then.
@@ -246,20 +244,6 @@ class BesideAlone(SideBySide):
 
     def _check_report(self) -> None:
         """Nothing: bytes are counted beside the slow reference."""
-
-
-def two_turns_beside_alone(
-    model: PreTrainedModel, policy: CachePolicy, lens: Sequence[int], added: Sequence[int]
-) -> PolicyCache:
-    """Reads and answers a padded batch in two turns; asserts what each row is, alone and dense."""
-    side = BesideAlone(model, model, (), policy, None, PolicyCache(policy))  # type: ignore[arg-type]
-    for turn, lengths in enumerate((lens, added)):
-        rows = [tokens(10 * turn + row, count) for row, count in enumerate(lengths)]
-        new = [[*[None] * (max(lengths) - len(row)), *row] for row in rows]
-        side.generate(new, [0] * len(new), count=4)
-        side.check()
-    side.close()
-    return side.cache
 
 
 def assert_alike(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> None:
