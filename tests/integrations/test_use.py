@@ -117,6 +117,7 @@ def test_report_counts_tokens_and_bytes(model: PreTrainedModel) -> None:
     ids, mask = left_padded([random_tokens(0, 50), random_tokens(1, 30)])
     cache = PolicyCache(SnapKV(0.2))
     assert cache.report().total.share == 0
+    assert cache.get_max_length() == -1
     with torch.no_grad(), cache.attached(model):
         model(ids, attention_mask=mask, cache=cache)
     report = cache.report()
@@ -170,6 +171,25 @@ def test_padding_inside_a_chunk_leaves_every_column_its_own_logits(
     real = torch.ones(2, 8, dtype=torch.bool)
     real[1, 1:5] = False
     torch.testing.assert_close(got[real], expected[real], atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_crop_through_a_chunk_with_padding_inside(model: PreTrainedModel) -> None:
+    cache = PolicyCache(FullContext())
+    ids, mask = torch.cat([prompt(10), prompt(10, 1)]), torch.ones(2, 10, dtype=torch.int64)
+    whole = torch.cat([mask, torch.tensor([[1, 1, 1], [1, 0, 1]])], dim=1)
+    with cache.attached(model):
+        model(ids, attention_mask=mask, cache=cache)
+        chunk = torch.tensor([[3, 4, 5]] * 2)
+        model(chunk, attention_mask=whole, cache=cache)
+        cache.crop(-2)
+        assert cache.seen_lengths == (11, 11)
+        assert cache.layers[0].positions[1, 0].tolist() == list(range(11))
+        logits = model(
+            torch.tensor([[7], [7]]), cache=cache, attention_mask=torch.ones(2, 12)
+        ).logits
+    alone = model(torch.cat([ids[1:], torch.tensor([[3, 7]])], dim=1)).logits
+    torch.testing.assert_close(logits[1, -1], alone[0, -1], atol=1e-4, rtol=0)
 
 
 @torch.no_grad()

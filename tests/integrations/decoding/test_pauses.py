@@ -1,6 +1,9 @@
 """Rows that pause while others answer: they choose by their own last queries, however far back."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import TOVA, FullContext, SnapKV
@@ -56,3 +59,22 @@ def go_on(both: ReadingBoth, first: int, last: int) -> None:
 @pytest.mark.parametrize("every", [1, 3, 9])
 def test_a_row_that_pauses_looks_at_its_own_last_queries(name: str, every: int) -> None:
     go_on(paused(name, every), 0, len(PAUSES))
+
+
+def test_what_rows_look_at_is_bounded_and_goes_along(tmp_path: Path) -> None:
+    both = paused("window", 9)
+    go_on(both, 0, 13)
+    for layer in both.cache.layers:
+        assert layer.observed.columns is not None
+        assert layer.observed.count <= 4 + 1
+    both.cache.save(tmp_path / "cache")
+    both.cache = PolicyCache.load(tmp_path / "cache")
+    go_on(both, 13, 16)
+    both.cache.crop(-2)
+    for row, columns in zip(both.rows, both.columns, strict=True):
+        row.take_back(2)
+        del columns[-2:]
+    both.appended -= 2
+    both.cache.reorder_cache(torch.tensor([1, 0]))
+    both.cache.reorder_cache(torch.tensor([1, 0]))
+    go_on(both, 14, len(PAUSES))
