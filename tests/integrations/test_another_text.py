@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
-from tests.integrations.support.conversation import left_padded
-from tests.reference import PAD_TOKEN_ID, random_tokens, tiny_model
+from tests.integrations.support.conversation import left_padded, prompt
+from tests.integrations.support.reading import read
+from tests.reference import PAD_TOKEN_ID, random_tokens
 
 POLICIES = {
     "snapkv": SnapKV(0.3),
@@ -21,15 +22,6 @@ POLICIES = {
     "gemfilter": GemFilter(retention_tokens=17),
 }
 MESSAGE = r"in row {} the token at position {} was \d+, got \d+; .*reset\(\)"
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
-
-
-def prompt(length: int, seed: int = 0) -> Tensor:
-    return torch.tensor([random_tokens(seed, length)])
 
 
 def generate(model: PreTrainedModel, ids: Tensor, cache: PolicyCache, **how: Any) -> Tensor:
@@ -165,9 +157,7 @@ def test_answers_to_one_prompt(model: PreTrainedModel) -> None:
     again = torch.cat([ids, prompt(30, seed=4)], dim=1)
     with pytest.raises(ValueError, match=MESSAGE.format(0, 40)):
         generate(model, again, cache, num_return_sequences=3, do_sample=True)
-    cache = PolicyCache(SnapKV(0.3))
-    with torch.no_grad(), cache.attached(model):
-        model(ids.expand(3, -1), cache=cache)
+    cache, _ = read(model, SnapKV(0.3), ids.expand(3, -1))
     generate(model, again, cache, num_return_sequences=3, do_sample=True)
     assert cache.get_seq_length() == 76
 

@@ -26,7 +26,8 @@ from kvpolicy.integrations.transformers.surface import CACHE, cache_of
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from tests.integrations.lm_eval.support import char_tokenizer, documents
 from tests.integrations.support.conversation import left_padded
-from tests.integrations.test_use import trace_of
+from tests.integrations.support.reading import marks_on
+from tests.integrations.test_surroundings import adapted, with_lora
 from tests.reference import random_tokens, tiny_model
 
 POLICIES: dict[str, CachePolicy] = {
@@ -36,11 +37,6 @@ POLICIES: dict[str, CachePolicy] = {
 # A prompt that repeats itself, so that looking it up proposes something.
 IDS = torch.tensor([random_tokens(0, 20) * 3])
 NEW = 8
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -83,18 +79,18 @@ MODES: dict[str, dict[str, Any]] = {
 def test_every_mode_gives_what_a_new_cache_gives(
     model: PreTrainedModel, name: str, how: dict[str, Any]
 ) -> None:
-    cache, before = PolicyCache(POLICIES[name]), trace_of(model)
+    cache, before = PolicyCache(POLICIES[name]), marks_on(model)
     want = generate(model, **{**how, CACHE: cache})
     plain = generate(model, **how)
     with apply_policy(model, POLICIES[name]) as applied:
-        assert trace_of(model) == before
+        assert marks_on(model) == before
         for _ in range(2):  # the second call begins anew, too
             assert torch.equal(generate(model, **how), want)
     assert applied.policy is POLICIES[name]
     assert applied.reports == (cache.report(),) * 2
     assert torch.equal(generate(model, **how), plain)
     assert len(applied.reports) == 2
-    assert trace_of(model) == before
+    assert marks_on(model) == before
 
 
 def test_the_policies_of_these_tests_change_answers(model: PreTrainedModel) -> None:
@@ -176,7 +172,7 @@ def test_a_pipeline(model: PreTrainedModel) -> None:
     chat = [{"role": "user", "content": texts[1]}]
     alone = [with_cache(text) for text in texts]
     pair, third = with_cache(texts[:2], batch_size=2), alone[2]
-    said, before = with_cache(chat), trace_of(model)
+    said, before = with_cache(chat), marks_on(model)
     assert alone != [pipe(text, **how) for text in texts]
     with apply_policy(model, POLICIES["fastkv"]) as applied:
         assert pipe(texts[0], **how) == alone[0]
@@ -184,13 +180,7 @@ def test_a_pipeline(model: PreTrainedModel) -> None:
         assert pipe(texts, batch_size=2, **how) == [*pair, third]
         assert pipe(chat, **how) == said
     assert len(applied.reports) == 1 + 3 + 2 + 1
-    assert trace_of(model) == before
-
-
-def adapted(model: PreTrainedModel, kind: str, **options: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
-    return peft.get_peft_model(model, config).eval()
+    assert marks_on(model) == before
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
@@ -198,8 +188,7 @@ def adapted(model: PreTrainedModel, kind: str, **options: Any) -> Any:
 def test_peft(outside: bool) -> None:
     """A policy applied to the wrapper or to the model inside: both generate under it."""
     inside = tiny_model("llama", seed=1)
-    names = ["q_proj", "v_proj"]
-    wrapped = adapted(inside, "LoraConfig", r=4, init_lora_weights=False, target_modules=names)
+    wrapped = with_lora(inside)
     want = generate(wrapped, cache=PolicyCache(POLICIES["fastkv"]))
     with apply_policy(wrapped if outside else inside, POLICIES["fastkv"]) as applied:
         assert torch.equal(generate(wrapped), want)
@@ -252,7 +241,7 @@ def test_threads(model: PreTrainedModel) -> None:
             how = {"max_new_tokens": NEW, "do_sample": False}
             found[index].append(model.generate(prompts[index], **how))
 
-    before = trace_of(model)
+    before = marks_on(model)
     with apply_policy(model, POLICIES["fastkv"]) as applied:
         threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
         for thread in threads:
@@ -263,7 +252,7 @@ def test_threads(model: PreTrainedModel) -> None:
         assert len(found[index]) == 3
         assert all(torch.equal(each, expected) for each in found[index])
     assert len(applied.reports) == 9
-    assert trace_of(model) == before
+    assert marks_on(model) == before
 
 
 def test_a_model_is_not_kept_alive() -> None:
@@ -294,7 +283,7 @@ def test_one_policy_at_a_time(model: PreTrainedModel) -> None:
 
 
 def test_a_call_that_fails_leaves_nothing(model: PreTrainedModel) -> None:
-    before = trace_of(model)
+    before = marks_on(model)
 
     def fail(*args: Any) -> None:
         raise RuntimeError("out of memory")
@@ -306,7 +295,7 @@ def test_a_call_that_fails_leaves_nothing(model: PreTrainedModel) -> None:
     handle.remove()
     assert not applied.is_applied
     assert applied.reports == ()
-    assert trace_of(model) == before
+    assert marks_on(model) == before
 
 
 def loop(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
@@ -330,7 +319,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_a_cache_refuses_is_refused(
     model: PreTrainedModel, how: dict[str, Any], message: str
 ) -> None:
-    before = trace_of(model)
+    before = marks_on(model)
     for given in ({}, {CACHE: PolicyCache(SnapKV(0.3))}):
         with (
             apply_policy(model, SnapKV(0.3)) as applied,
@@ -338,7 +327,7 @@ def test_what_a_cache_refuses_is_refused(
         ):
             model.generate(IDS, **how, **given)
         assert applied.reports == ()
-    assert trace_of(model) == before
+    assert marks_on(model) == before
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Every misuse is answered before anything is computed, and leaves model and cache usable."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -40,16 +41,12 @@ from kvpolicy.policies import (
     SnapKV,
     StreamingLLM,
 )
-from tests.integrations.support.conversation import left_padded
-from tests.integrations.test_use import prompt, tokens_of, trace_of
+from tests.integrations.support.conversation import left_padded, prompt
+from tests.integrations.support.reading import assert_same_positions, marks_on
+from tests.integrations.test_use import tokens_of
 from tests.reference import random_tokens, tiny_model
 
 FASTKV = FastKV(tsp_rate=0.5, retention_rate=0.3)
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
 
 
 def conversation(cache: PolicyCache, added: int) -> Tensor:
@@ -64,13 +61,12 @@ def usable(model: PreTrainedModel) -> Any:
     cache, other = PolicyCache(FASTKV), PolicyCache(FASTKV)
     for each in (cache, other):
         tokens_of(model, prompt(60), each)
-    before = trace_of(model)
+    before = marks_on(model)
     yield cache
-    assert trace_of(model) == before
+    assert marks_on(model) == before
     ids = conversation(cache, 30)
     assert tokens_of(model, ids, cache) == tokens_of(model, ids, other)
-    for one, two in zip(cache.layers, other.layers, strict=True):
-        assert torch.equal(one.positions, two.positions)
+    assert_same_positions(cache, other)
 
 
 def test_unattached(model: PreTrainedModel, usable: PolicyCache) -> None:
@@ -86,9 +82,46 @@ def test_a_fresh_cache_unattached(model: PreTrainedModel) -> None:
     assert len(tokens_of(model, prompt(60), cache)[0]) == 7
 
 
-def test_another_batch_size(model: PreTrainedModel, usable: PolicyCache) -> None:
-    with pytest.raises(ValueError, match="input_ids must have the batch size the cache holds, 1"):
-        tokens_of(model, prompt(80).repeat(2, 1), usable)
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        (prompt(2), torch.ones(1, 2), r"attention_mask must be .* \[1, 66 \+ 2\], got \[1, 2\]"),
+        (prompt(2), torch.ones(1, 1, 2, 68, dtype=torch.bool), "attention_mask must be 2D"),
+        (prompt(2), [[1] * 68], "must be 2D, .* got list"),
+        (prompt(1), (torch.arange(67) != 5).long()[None], r"call cache\.start_turn\(\)"),
+        (prompt(1)[:, :0], None, "at least one token"),
+    ],
+    ids=["short", "four dimensions", "no tensor", "changed", "no tokens"],
+)
+def test_a_forward_that_does_not_go_on(
+    model: PreTrainedModel, usable: PolicyCache, ids: Tensor, mask: Any, message: str
+) -> None:
+    with usable.attached(model), pytest.raises(ValueError, match=message):
+        model(ids, attention_mask=mask, cache=usable)
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        (prompt(80).repeat(2, 1), None, "input_ids must have the batch size the cache holds, 1"),
+        (prompt(30), None, "input_ids must continue the 66 tokens .* got 30"),
+        ("embeddings", None, "inputs_embeds must continue the 66 tokens .* got 40"),
+        # Transformers would cut off as many of them as the cache has seen.
+        ("embeddings", torch.ones(1, 66 + 40).long(), "inputs_embeds must continue the 66 tokens"),
+        # A mask that takes out what others were built on, in the prompt and in the answer.
+        (None, (torch.arange(96) != 4).long()[None], "must not turn tokens already read into pad"),
+        (None, (torch.arange(96) != 61).long()[None], "must not turn tokens already read into pad"),
+    ],
+)
+def test_a_conversation_that_does_not_go_on(
+    model: PreTrainedModel, usable: PolicyCache, ids: Any, mask: Tensor | None, message: str
+) -> None:
+    inputs = {"attention_mask": mask, "input_ids": conversation(usable, 30) if ids is None else ids}
+    if isinstance(ids, str):
+        inputs["inputs_embeds"] = model.get_input_embeddings()(prompt(40))
+        del inputs["input_ids"]
+    with pytest.raises(ValueError, match=message):
+        model.generate(**inputs, cache=usable, max_new_tokens=7)
 
 
 def test_right_padding(model: PreTrainedModel) -> None:
@@ -97,22 +130,6 @@ def test_right_padding(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="attention_mask must pad on the left.*row 1"):
         model.generate(ids, attention_mask=mask.flip(1), cache=cache, max_new_tokens=2)
     tokens_of(model, ids, cache, attention_mask=mask)
-
-
-def test_a_mask_that_does_not_cover_what_was_seen(
-    model: PreTrainedModel, usable: PolicyCache
-) -> None:
-    with (
-        usable.attached(model),
-        pytest.raises(ValueError, match=r"attention_mask must be .* \[1, 66 \+ 2\], got \[1, 2\]"),
-    ):
-        model(prompt(2), attention_mask=torch.ones(1, 2), cache=usable)
-
-
-def test_a_mask_of_four_dimensions(model: PreTrainedModel, usable: PolicyCache) -> None:
-    mask = torch.ones(1, 1, 2, 68, dtype=torch.bool)
-    with usable.attached(model), pytest.raises(ValueError, match="attention_mask must be 2D"):
-        model(prompt(2), attention_mask=mask, cache=usable)
 
 
 def test_padding_forgotten_in_decoding(model: PreTrainedModel) -> None:
@@ -140,18 +157,6 @@ def test_a_mask_that_revives_padding(model: PreTrainedModel) -> None:
         tokens_of(model, more, cache, attention_mask=revived)
 
 
-def test_a_mask_that_changes_while_decoding(model: PreTrainedModel, usable: PolicyCache) -> None:
-    mask = torch.ones(1, 67, dtype=torch.int64)
-    mask[0, 5] = 0
-    with usable.attached(model), pytest.raises(ValueError, match=r"call cache\.start_turn\(\)"):
-        model(prompt(1), attention_mask=mask, cache=usable)
-
-
-def test_a_conversation_that_does_not_go_on(model: PreTrainedModel, usable: PolicyCache) -> None:
-    with pytest.raises(ValueError, match="input_ids must continue the 66 tokens .* got 30"):
-        tokens_of(model, prompt(30), usable)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -174,36 +179,42 @@ def test_modes_of_generation_that_do_not_work_yet(
 
 def test_a_mode_in_the_models_own_generation_config(usable: PolicyCache) -> None:
     other = tiny_model("llama", seed=1)
-    other.generation_config.penalty_alpha = 0.6
-    other.generation_config.top_k = 4
+    other.generation_config.penalty_alpha, other.generation_config.top_k = 0.6, 4
     with pytest.raises(UnsupportedGenerationError, match="got contrastive_search"):
         other.generate(prompt(80), cache=usable, max_new_tokens=3)
 
 
-def test_a_length_of_a_prompt_that_is_none(usable: PolicyCache) -> None:
-    with pytest.raises(ValueError, match="prompt_len must be at least 1, got 0"):
-        usable.start_turn(prompt_len=0)
-    with pytest.raises(TypeError, match="prompt_len must be an int"):
-        usable.start_turn(prompt_len=2.0)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
-    ("rows", "error"),
+    ("use", "error", "message"),
     [
-        ([0], TypeError),
-        (None, TypeError),
-        (torch.tensor([0.5]), TypeError),
-        (torch.tensor(0), TypeError),
-        (torch.tensor([0], dtype=torch.uint8), TypeError),
-        (torch.tensor([0], dtype=torch.complex64), TypeError),
-        (torch.tensor([True]), ValueError),
-        (torch.tensor([], dtype=torch.int64), ValueError),
+        (lambda cache: cache.start_turn(prompt_len=0), ValueError, "at least 1, got 0"),
+        (lambda cache: cache.start_turn(prompt_len=2.0), TypeError, "prompt_len must be an int"),
+        *(
+            (lambda cache, count=count: cache.crop(count), TypeError, "tokens_to_remove must be an")
+            for count in (-2.0, None, "x", True)
+        ),
+        *(
+            (lambda cache, rows=rows: cache.reorder_cache(rows), TypeError, "rows must be")
+            for rows in (
+                [0],
+                None,
+                torch.tensor([0.5]),
+                torch.tensor(0),
+                torch.tensor([0], dtype=torch.uint8),
+                torch.tensor([0], dtype=torch.complex64),
+            )
+        ),
+        *(
+            (lambda cache, rows=rows: cache.reorder_cache(rows), ValueError, "rows must be")
+            for rows in (torch.tensor([True]), torch.tensor([], dtype=torch.int64))
+        ),
     ],
-    ids=str,
 )
-def test_rows_that_are_no_indices(usable: PolicyCache, rows: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="rows must be"):
-        usable.reorder_cache(rows)
+def test_numbers_and_rows_that_are_none(
+    usable: PolicyCache, use: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        use(usable)
 
 
 @pytest.mark.parametrize("rows", [[1], [-1], [0, 10**12]], ids=str)
@@ -352,18 +363,15 @@ def test_models_without_a_structure_that_can_be_reached(name: str) -> None:
     )
 
 
-def test_no_model() -> None:
-    with (
-        pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"),
-        PolicyCache(FASTKV).attached("model"),  # type: ignore[arg-type]
-    ):
-        pass
-    with (
-        pytest.raises(
-            UnsupportedModelError, match=r"must take a cache of Transformers.* Linear does not"
-        ),
-        PolicyCache(FASTKV).attached(nn.Linear(2, 2)),
-    ):
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        ("model", TypeError, r"model must be a torch\.nn\.Module, got str"),
+        (nn.Linear(2, 2), UnsupportedModelError, "must take a cache of Tr.* Linear does not"),
+    ],
+)
+def test_no_model(model: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message), PolicyCache(FASTKV).attached(model):
         pass
 
 
@@ -376,13 +384,13 @@ def test_attention_that_bypasses_the_interface() -> None:
             return hidden_states, None
 
     attention.__class__ = OwnAttention
-    before = trace_of(other)
+    before = marks_on(other)
     cache = PolicyCache(FASTKV)
     with pytest.raises(UnsupportedModelError, match="shows no queries: it reads queries"):
         tokens_of(other, prompt(60), cache)
     with pytest.raises(UnsupportedModelError, match=r"but layers \[2\] did not update it"):
         tokens_of(other, prompt(60), PolicyCache(StreamingLLM(0.3)))
-    assert trace_of(other) == before
+    assert marks_on(other) == before
 
 
 def test_own_attention_in_a_tested_family_is_checked() -> None:
@@ -420,10 +428,10 @@ def test_keys_that_do_not_all_reach_attention(model: PreTrainedModel) -> None:
             keys, values = super().update(*args, **kwargs)
             return keys[:, :, 1:], values[:, :, 1:]
 
-    before = trace_of(model)
+    before = marks_on(model)
     with pytest.raises(UnsupportedModelError, match="LlamaDecoderLayer at 0 did not"):
         tokens_of(model, prompt(60), ForgetfulCache(FASTKV))
-    assert trace_of(model) == before
+    assert marks_on(model) == before
 
 
 def test_keys_that_reach_attention_as_copies(model: PreTrainedModel) -> None:
@@ -447,14 +455,6 @@ def test_another_attention_implementation() -> None:
     other.config._attn_implementation_internal = "paged|sdpa"
     with pytest.raises(UnsupportedModelError, match=r"one of eager, sdpa, .*got 'paged\|sdpa'"):
         tokens_of(other, prompt(60), PolicyCache(FASTKV))
-
-
-def test_a_compiled_model(model: PreTrainedModel) -> None:
-    with (
-        pytest.raises(UnsupportedModelError, match="must not be compiled"),
-        PolicyCache(FASTKV).attached(torch.compile(model, backend="eager")),  # type: ignore[arg-type]
-    ):
-        pass
 
 
 def test_a_context_beyond_the_sliding_window() -> None:
@@ -500,33 +500,6 @@ def test_a_conversation_padded_anew(model: PreTrainedModel) -> None:
     tokens_of(model, whole, cache, attention_mask=whole_mask)
 
 
-@pytest.mark.parametrize("column", [4, 61], ids=["in the prompt", "among generated tokens"])
-def test_a_mask_that_takes_out_what_others_were_built_on(
-    model: PreTrainedModel, usable: PolicyCache, column: int
-) -> None:
-    ids = conversation(usable, 30)
-    mask = torch.ones_like(ids)
-    mask[0, column] = 0
-    with pytest.raises(ValueError, match="must not turn tokens already read into padding"):
-        tokens_of(model, ids, usable, attention_mask=mask)
-
-
-def test_no_tokens(model: PreTrainedModel, usable: PolicyCache) -> None:
-    with usable.attached(model), pytest.raises(ValueError, match="at least one token"):
-        model(torch.empty(1, 0, dtype=torch.int64), cache=usable)
-
-
-def test_embeddings_that_do_not_go_on(model: PreTrainedModel, usable: PolicyCache) -> None:
-    embeds = model.get_input_embeddings()(prompt(40))
-    with pytest.raises(ValueError, match="inputs_embeds must continue the 66 tokens .* got 40"):
-        model.generate(inputs_embeds=embeds, cache=usable, max_new_tokens=2)
-
-
-def test_a_mask_that_is_no_tensor(model: PreTrainedModel, usable: PolicyCache) -> None:
-    with usable.attached(model), pytest.raises(ValueError, match="must be 2D, .* got list"):
-        model(prompt(2), attention_mask=[[1] * 68], cache=usable)
-
-
 @pytest.mark.filterwarnings("ignore:.*checkpoint")
 def test_gradient_checkpointing() -> None:
     """Its layers drop the cache from their arguments."""
@@ -543,23 +516,29 @@ def test_gradient_checkpointing() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"labels": prompt(80)}, {"logits_to_keep": torch.tensor([15])}], ids=str
+    ("how", "arguments"),
+    [
+        ("plain", {"labels": prompt(80)}),
+        ("plain", {"logits_to_keep": torch.tensor([15])}),
+        ("by position", {"logits_to_keep": torch.tensor([15])}),
+        ("decoder first", {"logits_to_keep": torch.tensor([15])}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 def test_logits_of_tokens_that_may_be_dropped(
-    model: PreTrainedModel, usable: PolicyCache, arguments: dict[str, Any]
+    model: PreTrainedModel, how: str, arguments: dict[str, Any]
 ) -> None:
-    cache = PolicyCache(FASTKV)
-    with cache.attached(model), pytest.raises(ValueError, match="a dropped token has no logits"):
-        model(prompt(80), cache=cache, **arguments)
-    keeps = PolicyCache(SnapKV(1.0))
-    with torch.no_grad(), keeps.attached(model):
-        model(prompt(80), cache=keeps, **arguments)
-
-
-@pytest.mark.parametrize("count", [-2.0, None, "x", True])
-def test_crop_by_what_is_no_number(usable: PolicyCache, count: Any) -> None:
-    with pytest.raises(TypeError, match="tokens_to_remove must be an int"):
-        usable.crop(count)
+    """Also through the head of a model whose decoder was attached first."""
+    for policy in (FASTKV,) if how == "decoder first" else (FASTKV, SnapKV(1.0)):
+        cache = PolicyCache(policy)
+        given, named = ((None, None, cache), {}) if how == "by position" else ((), {"cache": cache})
+        with torch.no_grad(), ExitStack() as stack:
+            if how == "decoder first":
+                stack.enter_context(cache.attached(model.model))
+            stack.enter_context(cache.attached(model))
+            if policy is FASTKV:
+                stack.enter_context(pytest.raises(ValueError, match="dropped token has no logits"))
+            model(prompt(80), *given, **named, **arguments)
 
 
 def test_another_model_of_the_same_depth(model: PreTrainedModel, usable: PolicyCache) -> None:
@@ -570,35 +549,6 @@ def test_another_model_of_the_same_depth(model: PreTrainedModel, usable: PolicyC
     tokens_of(model, prompt(60), usable_again)
     usable_again.reset()
     tokens_of(other, prompt(60), usable_again)
-
-
-def test_new_embeddings_alone(model: PreTrainedModel, usable: PolicyCache) -> None:
-    """Transformers would cut off as many of them as the cache has seen."""
-    embeds = model.get_input_embeddings()(prompt(80))
-    mask = torch.ones(1, 66 + 80, dtype=torch.int64)
-    with pytest.raises(ValueError, match="inputs_embeds must continue the 66 tokens"):
-        model.generate(inputs_embeds=embeds, attention_mask=mask, cache=usable)
-
-
-@pytest.mark.parametrize("inner", [False, True])
-def test_dropped_logits_asked_for_in_another_way(model: PreTrainedModel, inner: bool) -> None:
-    """By position, and through the head of a model whose decoder was attached first."""
-    cache, which = PolicyCache(FASTKV), torch.tensor([15])
-    message = "a dropped token has no logits"
-    if inner:
-        with (
-            cache.attached(model.model),
-            cache.attached(model),
-            pytest.raises(ValueError, match=message),
-        ):
-            model(prompt(40), cache=cache, logits_to_keep=which)
-    else:
-        with cache.attached(model), pytest.raises(ValueError, match=message):
-            model(prompt(40), None, None, cache, logits_to_keep=which)
-
-
-def test_a_cache_has_no_maximum() -> None:
-    assert PolicyCache(FASTKV).get_max_length() == -1
 
 
 IDS = prompt(20)
@@ -642,10 +592,10 @@ def test_inputs_of_another_kind(
     error: type[Exception],
     message: str,
 ) -> None:
-    cache, before = PolicyCache(policy), trace_of(model)
+    cache, before = PolicyCache(policy), marks_on(model)
     with torch.no_grad(), cache.attached(model), pytest.raises(error, match=message):
         model(cache=cache, **inputs)
-    assert (cache.get_seq_length(), trace_of(model)) == (0, before)
+    assert (cache.get_seq_length(), marks_on(model)) == (0, before)
     assert tokens_of(model, IDS, cache) == tokens_of(model, IDS, PolicyCache(policy))
 
 
@@ -675,10 +625,10 @@ def test_inputs_of_another_kind(
 def test_inputs_of_another_kind_in_generate(
     model: PreTrainedModel, inputs: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    cache, before = PolicyCache(FASTKV), trace_of(model)
+    cache, before = PolicyCache(FASTKV), marks_on(model)
     with pytest.raises(error, match=message):
         model.generate(cache=cache, max_new_tokens=2, **inputs)
-    assert (cache.get_seq_length(), trace_of(model)) == (0, before)
+    assert (cache.get_seq_length(), marks_on(model)) == (0, before)
     assert tokens_of(model, IDS, cache) == tokens_of(model, IDS, PolicyCache(FASTKV))
 
 
@@ -692,10 +642,10 @@ class LooksAtTheLast(Scorer):
 def test_a_scorer_that_looks_at_queries_it_has_not_declared(model: PreTrainedModel) -> None:
     selector = GQAGroupSelector(0.5, window_size=1)
     cache = PolicyCache(CachePolicy(LooksAtTheLast(), selector, PassAllPropagation()))
-    before = trace_of(model)
+    before = marks_on(model)
     with pytest.raises(ValueError, match="a scorer must declare num_queries to read queries"):
         model.generate(IDS, cache=cache, max_new_tokens=2)
-    assert (cache.get_seq_length(), trace_of(model)) == (0, before)
+    assert (cache.get_seq_length(), marks_on(model)) == (0, before)
 
 
 def test_a_policy_and_a_length_that_a_model_is_asked_about(model: PreTrainedModel) -> None:

@@ -120,6 +120,8 @@ def document() -> ReadDocument:
     [
         (None, {}, TypeError, "questions must be a sequence of texts, got None; pass a list"),
         (3, {}, TypeError, "questions must be a sequence of texts, got 3"),
+        ("who?", {}, TypeError, "questions must be a sequence of texts"),
+        ([""], {}, ValueError, "questions must not be empty"),
         ({" who?": 1}, {}, TypeError, "questions must be a sequence of texts"),
         ({" who?"}, {}, TypeError, "questions must be a sequence of texts"),
         (b" who?", {}, TypeError, "questions must be a sequence of texts"),
@@ -161,6 +163,8 @@ def test_bad_questions(
         ({"tokenizer": None}, TypeError, "tokenizer must be one of Transformers, got None"),
         ({"tokenizer": "gpt2"}, TypeError, "tokenizer must be one of Transformers, got 'gpt2'"),
         ({"document": 3}, TypeError, "document must be a str, got 3"),
+        ({"document": None}, TypeError, "document must be"),
+        ({"document": " \n"}, ValueError, "document must be a text that is not blank"),
         ({"policy": SnapKV}, TypeError, r"policy must be a CachePolicy, .*; pass SnapKV\(\)"),
         ({"storage": "disk"}, TypeError, "storage must be a Storage"),
         ({"chat": "yes"}, TypeError, "chat must be a bool, got 'yes'"),
@@ -181,17 +185,8 @@ def test_bad_documents(changes: dict[str, Any], error: type[Exception], message:
         ReadDocument(**{**given, **changes})
 
 
-def test_bad_input() -> None:
+def test_a_template_that_changes_the_document() -> None:
     model, tokenizer = tiny_model("llama", seed=1), char_tokenizer()
-    with pytest.raises(ValueError, match="document must be a text that is not blank"):
-        ReadDocument(model, tokenizer, " \n", FullContext())
-    with pytest.raises(TypeError, match="document must be"):
-        ReadDocument(model, tokenizer, None, FullContext())  # type: ignore[arg-type]
-    document = ReadDocument(model, tokenizer, DOCUMENT, FullContext())
-    with pytest.raises(TypeError, match="questions must be a sequence of texts"):
-        document.answer("who?")
-    with pytest.raises(ValueError, match="questions must not be empty"):
-        document.answer([""])
     tokenizer.chat_template = "{{ messages[0]['content'] | upper }}"
     with pytest.raises(ValueError, match="chat template must begin with the same document"):
         ReadDocument(model, tokenizer, DOCUMENT, FullContext(), chat=True)

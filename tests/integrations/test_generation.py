@@ -45,11 +45,6 @@ CHUNKS_GO_ON = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 2
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
-
-
-@pytest.fixture(scope="module")
 def draft_model() -> PreTrainedModel:
     return tiny_model("llama", seed=2)
 
@@ -102,41 +97,6 @@ def test_drafts_with_scores_and_hidden_states(model: PreTrainedModel, policy: Ca
     assert torch.allclose(torch.stack(plain.logits), torch.stack(assisted.logits), atol=1e-4)
 
 
-@torch.no_grad()
-def test_chunks_in_a_loop_by_hand(model: PreTrainedModel) -> None:
-    whole, chunked = PolicyCache(SnapKV(0.3)), PolicyCache(SnapKV(0.3))
-    with whole.attached(model):
-        expected = model(IDS, cache=whole).logits[:, -1]
-    with chunked.attached(model):
-        chunked.start_turn(prompt_len=60)
-        for start in (0, 20, 40):
-            assert chunked.layers[0].kept_len == start  # nothing is evicted before the end
-            logits = model(IDS[:, start : start + 20], cache=chunked).logits[:, -1]
-        assert torch.allclose(logits, expected, atol=1e-5)
-        assert_same_state(whole, chunked)
-        model(IDS[:, :2], cache=chunked)
-        assert chunked.layers[0].kept_len == 18 + 2
-
-
-@pytest.mark.parametrize("when", ["prompt", "drafts"])
-def test_a_failure_around_drafts_takes_the_prompt_back(model: PreTrainedModel, when: str) -> None:
-    cache = PolicyCache(POLICIES["fastkv"])
-    calls = []
-
-    def fail(*args: Any) -> None:
-        calls.append(1)
-        if len(calls) == (1 if when == "prompt" else 2):
-            raise RuntimeError("out of memory")
-
-    handle = model.model.layers[2].mlp.register_forward_hook(fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        generate(model, cache, prompt_lookup_num_tokens=4)
-    handle.remove()
-    assert cache.get_seq_length() == 0
-    expected = generate(model, PolicyCache(POLICIES["fastkv"]))
-    assert torch.equal(generate(model, cache, prompt_lookup_num_tokens=4), expected)
-
-
 @pytest.mark.parametrize("how", [{"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}])
 @pytest.mark.parametrize("padded", [False, True])
 def test_beams_of_a_policy_that_keeps_everything(
@@ -184,14 +144,6 @@ def test_beams_score_as_the_reference_scores_them(
         logits = torch.cat([turn.prefill_logits[None], turn.decode_logits])
         total = logits.log_softmax(-1)[torch.arange(NEW), said].sum()
         assert abs(float(total) - float(score)) < 1e-3
-
-
-def test_several_samples_of_one_prompt(model: PreTrainedModel) -> None:
-    def sampled(cache: Any) -> Tensor:
-        torch.manual_seed(3)
-        return generate(model, cache, do_sample=True, num_return_sequences=3)
-
-    assert torch.equal(sampled(PolicyCache(FullContext())), sampled(DynamicCache()))
 
 
 def test_a_streamer_gets_every_token(model: PreTrainedModel) -> None:

@@ -1,19 +1,17 @@
 """The table of docs/kinds.md: what it says of a kind of layer is tried on a model that has it."""
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FastKV, GemFilter, PyramidInfer, SnapKV, StreamingLLM
-from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.model.builds.catalogue import built
 from tests.reference import random_tokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "kinds.md"
@@ -29,11 +27,6 @@ def table() -> dict[str, dict[str, str]]:
 
 
 CELLS = [(name, column) for name, cells in table().items() for column in cells]
-
-
-@cache
-def model_of(name: str) -> PreTrainedModel:
-    return builds()[name].model()
 
 
 def evicting(name: str, **bound: Any) -> CachePolicy:
@@ -52,7 +45,7 @@ def generate(name: str, rows: list[list[int]], cache: PolicyCache, **how: Any) -
 
 def answer(name: str, ids: Tensor, mask: Tensor, cache: PolicyCache, **how: Any) -> Tensor:
     given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    found: Any = model_of(name).generate(ids, attention_mask=mask, cache=cache, **{**given, **how})
+    found: Any = built(name).generate(ids, attention_mask=mask, cache=cache, **{**given, **how})
     assert isinstance(found, Tensor)
     return found
 

@@ -95,10 +95,9 @@ def answer(
         attention_mask=torch.ones_like(prompt) if mask is None else mask,
         cache=cache,
         max_new_tokens=count,
-        do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,
-        **how,
+        **{"do_sample": False, **how},
     )
     return output.sequences, torch.stack(output.logits)
 

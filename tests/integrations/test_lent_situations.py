@@ -10,9 +10,9 @@ from transformers import PreTrainedModel, StoppingCriteria
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.surface import CACHE
 from tests.integrations.test_lent_answers import (
     POLICIES,
+    answer,
     assert_alike,
     begun,
     llama,
@@ -38,29 +38,21 @@ class Raises(StoppingCriteria):
         return torch.zeros(len(ids), dtype=torch.bool)
 
 
-def generate(model: PreTrainedModel, cache: PolicyCache, prompt: Tensor, **how: Any) -> Any:
-    """Return the tokens and the logits of an answer, of 9 tokens if nothing else is said."""
-    how = {"attention_mask": torch.ones_like(prompt), "do_sample": False, **how}
-    how |= {CACHE: cache, "output_logits": True, "return_dict_in_generate": True}
-    output = model.generate(prompt, **{"max_new_tokens": 9, **how})
-    return output.sequences, torch.stack(output.logits)
-
-
-def in_inference_mode(model: PreTrainedModel, cache: PolicyCache, prompt: Tensor) -> Any:
+def in_inference_mode(model: PreTrainedModel, prompt: Tensor, cache: PolicyCache) -> Any:
     with torch.inference_mode():
-        return generate(model, cache, prompt)
+        return answer(model, prompt, cache)
 
 
-def ended_in_one_row(model: PreTrainedModel, cache: PolicyCache, prompt: Tensor) -> Any:
-    tokens, _ = generate(model, PolicyCache(cache.policy), prompt)
-    return generate(model, cache, prompt, eos_token_id=int(tokens[0, 43]), pad_token_id=0)
+def ended_in_one_row(model: PreTrainedModel, prompt: Tensor, cache: PolicyCache) -> Any:
+    tokens, _ = answer(model, prompt, PolicyCache(cache.policy))
+    return answer(model, prompt, cache, eos_token_id=int(tokens[0, 43]), pad_token_id=0)
 
 
-def stopped_by_an_error(model: PreTrainedModel, cache: PolicyCache, prompt: Tensor) -> Any:
+def stopped_by_an_error(model: PreTrainedModel, prompt: Tensor, cache: PolicyCache) -> Any:
     """Decode again the token that was forgotten: hooks would have kept it."""
-    tokens, _ = generate(model, PolicyCache(cache.policy), prompt)
+    tokens, _ = answer(model, prompt, PolicyCache(cache.policy))
     with pytest.raises(RuntimeError, match="stopped"):
-        generate(model, cache, prompt, stopping_criteria=[Raises(6)])
+        answer(model, prompt, cache, stopping_criteria=[Raises(6)])
     logits, seen = [], cache.get_seq_length()
     with torch.no_grad(), cache.attached(model):
         for column in range(seen, 48):
@@ -69,19 +61,19 @@ def stopped_by_an_error(model: PreTrainedModel, cache: PolicyCache, prompt: Tens
     return tokens, torch.stack(logits[45 - seen :])
 
 
-def sampled(model: PreTrainedModel, cache: PolicyCache, prompt: Tensor) -> Any:
+def sampled(model: PreTrainedModel, prompt: Tensor, cache: PolicyCache) -> Any:
     torch.manual_seed(0)
-    return generate(model, cache, prompt[:1], do_sample=True, num_return_sequences=3)
+    return answer(model, prompt[:1], cache, do_sample=True, num_return_sequences=3)
 
 
-WAYS: dict[str, Callable[[PreTrainedModel, PolicyCache, Tensor], Any]] = {
+WAYS: dict[str, Callable[[PreTrainedModel, Tensor, PolicyCache], Any]] = {
     "inference mode": in_inference_mode,
     "ended in one row": ended_in_one_row,
     "stopped by an error": stopped_by_an_error,
     "sampled": sampled,
-    "one token": lambda *given: generate(*given, max_new_tokens=1),
-    "in chunks": lambda *given: generate(*given, prefill_chunk_size=7),
-    "hidden states": lambda *given: generate(*given, output_hidden_states=True),
+    "one token": lambda *given: answer(*given, 1),
+    "in chunks": lambda *given: answer(*given, prefill_chunk_size=7),
+    "hidden states": lambda *given: answer(*given, output_hidden_states=True),
 }
 
 
@@ -96,9 +88,9 @@ def test_two_turns(
             if hooked:
                 with_hooks(patch)
             cache = PolicyCache(policy)
-            tokens, logits = WAYS[way](llama, cache, random_tokens(2, 40, seed=2))
+            tokens, logits = WAYS[way](llama, random_tokens(2, 40, seed=2), cache)
             prompt = torch.cat([tokens, random_tokens(len(tokens), 11, seed=3)], dim=1)
-            more, later = generate(llama, cache, prompt, max_new_tokens=4)
+            more, later = answer(llama, prompt, cache, 4)
         found.append((cache, more, logits, later))
     (cache, tokens, *logits), (expected, same, *same_logits) = found
     assert begun[0]

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import SnapKV
-from tests.integrations.test_use import trace_of
-from tests.reference import random_tokens, tiny_model
+from tests.integrations.support.conversation import prompt
+from tests.integrations.support.reading import marks_on
+from tests.reference import tiny_model
 
 POLICY = SnapKV(0.3)
 REMEDY = r"model\.generate\(input_ids, attention_mask=mask, cache=cache\)"
@@ -22,12 +22,8 @@ def model() -> PreTrainedModel:
     return tiny_model("llama", seed=1)
 
 
-def prompt(length: int, seed: int = 0) -> Tensor:
-    return torch.tensor([random_tokens(seed, length)])
-
-
 def test_continuous_batching(model: PreTrainedModel) -> None:
-    cache, prompts, before = PolicyCache(POLICY), prompt(60).tolist(), trace_of(model)
+    cache, prompts, before = PolicyCache(POLICY), prompt(60).tolist(), marks_on(model)
     with pytest.raises(UnsupportedGenerationError, match=REMEDY):
         model.generate_batch(prompts, cache=cache, max_new_tokens=3)
     with cache.attached(model):
@@ -42,7 +38,7 @@ def test_continuous_batching(model: PreTrainedModel) -> None:
             pass
     with pytest.raises(UnsupportedGenerationError, match=REMEDY):
         model.generate(prompt(60), cache=cache, cache_implementation="paged", max_new_tokens=3)
-    assert trace_of(model) == before
+    assert marks_on(model) == before
     assert cache.get_seq_length() == 0
     model.generate(prompt(60), cache=cache, max_new_tokens=3)
     assert cache.get_seq_length() == 62
@@ -54,38 +50,23 @@ def test_continuous_batching_without_a_cache(model: PreTrainedModel) -> None:
     assert answer.generated_tokens == expected
 
 
-def of_the_call(model: PreTrainedModel) -> dict[str, Any]:
-    return {"use_cache": False}
-
-
-def of_the_given_config(model: PreTrainedModel) -> dict[str, Any]:
-    return {"generation_config": GenerationConfig(use_cache=False)}
-
-
-def of_the_models_generation_config(model: PreTrainedModel) -> dict[str, Any]:
-    model.generation_config.use_cache = False
-    return {}
-
-
-def of_the_models_config(model: PreTrainedModel) -> dict[str, Any]:
-    model.config.use_cache = False
-    return {}
-
-
 @pytest.mark.parametrize(
-    ("says", "message"),
+    ("of", "message"),
     [
-        (of_the_call, "^use_cache must be True with a PolicyCache, got False"),
-        (of_the_given_config, "^use_cache of generation_config must be True"),
-        (
-            of_the_models_generation_config,
-            "^use_cache of the model's generation_config",
-        ),
-        (of_the_models_config, "^use_cache of the model's config must be True"),
+        ("call", "^use_cache must be True with a PolicyCache, got False"),
+        ("given config", "^use_cache of generation_config must be True"),
+        ("generation config", "^use_cache of the model's generation_config"),
+        ("config", "^use_cache of the model's config must be True"),
     ],
 )
-def test_no_cache_wanted(model: PreTrainedModel, says: Any, message: str) -> None:
-    cache, arguments = PolicyCache(POLICY), says(model)
+def test_no_cache_wanted(model: PreTrainedModel, of: str, message: str) -> None:
+    cache, arguments = PolicyCache(POLICY), dict[str, Any]()
+    if of == "call":
+        arguments["use_cache"] = False
+    elif of == "given config":
+        arguments["generation_config"] = GenerationConfig(use_cache=False)
+    else:
+        (model.config if of == "config" else model.generation_config).use_cache = False
     with pytest.raises(UnsupportedGenerationError, match=message):
         model.generate(prompt(60), cache=cache, max_new_tokens=3, **arguments)
     assert cache.get_seq_length() == 0

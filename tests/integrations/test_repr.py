@@ -3,17 +3,14 @@
 import copy
 
 import pytest
-import torch
 
 from kvpolicy.integrations.transformers import PolicyCache, ReadDocument
 from kvpolicy.policies import CLAA, AdaKV, FullContext, SnapKV
 from tests.integrations.hybrids.models import hybrid
 from tests.integrations.lm_eval.support import char_tokenizer
-from tests.reference import random_tokens, tiny_model
-
-
-def prompt(length: int) -> torch.Tensor:
-    return torch.tensor([random_tokens(0, length)])
+from tests.integrations.support.conversation import prompt
+from tests.integrations.support.reading import read
+from tests.reference import tiny_model
 
 
 def test_a_cache_shows_its_policy_and_what_it_holds() -> None:
@@ -30,18 +27,16 @@ def test_a_cache_shows_its_policy_and_what_it_holds() -> None:
 
 def test_layers_that_hold_unlike_numbers_are_a_range() -> None:
     model = tiny_model("llama", seed=0)
-    cache = PolicyCache(CLAA(tsp_layer=1, retention_rate=0.2, tsp_rate=0.5, whole_layers=1))
-    with cache.attached(model), torch.no_grad():
-        model(prompt(40), cache=cache)
+    policy = CLAA(tsp_layer=1, retention_rate=0.2, tsp_rate=0.5, whole_layers=1)
+    cache, _ = read(model, policy, prompt(40))
     assert {layer.kept_len for layer in cache.layers} == {8, 40}
     assert repr(cache).endswith("): 40 tokens read, 8 to 40 held by each layer")
 
 
 def test_long_numbers_are_grouped() -> None:
     model = tiny_model("llama", seed=0)
-    whole = PolicyCache(FullContext())
-    with whole.attached(model), torch.no_grad():
-        assert model(prompt(1200), cache=whole).logits.isfinite().all()
+    whole, logits = read(model, FullContext(), prompt(1200))
+    assert logits.isfinite().all()
     assert repr(whole) == "PolicyCache(FullContext()): 1,200 tokens read, 1,200 held by each layer"
 
 
@@ -65,9 +60,7 @@ def test_other_kinds_of_caches(cache: PolicyCache) -> None:
 
 def test_layers_without_tokens_are_not_counted() -> None:
     model = hybrid("qwen3_next")
-    cache = PolicyCache(SnapKV(retention_tokens=9, window_size=2))
-    with cache.attached(model), torch.no_grad():
-        model(prompt(40), cache=cache)
+    cache, _ = read(model, SnapKV(retention_tokens=9, window_size=2), prompt(40))
     assert repr(cache).endswith("): 40 tokens read, 9 held by each layer")
 
 

@@ -21,16 +21,13 @@ from kvpolicy.policies import (
     FastKV,
     FullContext,
     GemFilter,
-    GQAGroupSelector,
     PyramidInfer,
     PyramidKV,
     SnapKV,
-    StagedPropagation,
     StreamingLLM,
-    TokenSelectivePropagation,
-    WindowMaxPoolScorer,
 )
-from tests.integrations.support.conversation import left_padded
+from tests.integrations.support.conversation import METHODS, left_padded
+from tests.integrations.support.reading import marks_on
 from tests.integrations.test_generation import CHUNKS_GO_ON
 from tests.reference import random_tokens, tiny_model
 
@@ -44,26 +41,10 @@ POLICIES: dict[str, CachePolicy] = {
     "pyramidkv": PyramidKV(0.3),
     "adakv": AdaKV(0.3),
     "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3),
-    "staged": CachePolicy(
-        WindowMaxPoolScorer(4),
-        GQAGroupSelector(0.25, window_size=4),
-        StagedPropagation(
-            [
-                TokenSelectivePropagation(
-                    tsp_layer=layer, tsp_rate=0.8 - 0.2 * layer, window_size=4
-                )
-                for layer in (0, 2)
-            ]
-        ),
-    ),
+    "staged": METHODS["two_stages"][0],
     "pyramidinfer": PyramidInfer(min_context=8),
     "gemfilter": GEM,
 }
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
 
 
 def batch_of(*lengths: int, seed: int = 0) -> dict[str, Tensor]:
@@ -86,27 +67,13 @@ def continued(said: Tensor, mask: Tensor, *lengths: int, seed: int = 50) -> dict
     }
 
 
-def two_turns(model: PreTrainedModel, policy: CachePolicy, **kwargs: Any) -> Iterator[Any]:
-    """Tokens and positions after each of two turns of a padded batch."""
-    cache, given = PolicyCache(policy), batch_of(40, 23)
+def two_turns(model: PreTrainedModel, policy: CachePolicy | None, **kwargs: Any) -> Iterator[Any]:
+    """Tokens and positions after each of two turns of a padded batch; tokens without a policy."""
+    cache, given = policy and PolicyCache(policy), batch_of(40, 23)
     for _ in range(2):
         said = generate(model, cache, given, **kwargs)
-        yield said.tolist(), [layer.positions.tolist() for layer in cache.layers]
+        yield said.tolist(), [layer.positions.tolist() for layer in cache.layers] if cache else []
         given = continued(said, given["attention_mask"], 6, 15)
-
-
-def marks_on(model: nn.Module) -> list[Any]:
-    """Everything of a model that attaching could leave a mark on."""
-    compiled = {"_compiled_call", "_last_compile_config"}  # what Transformers' `generate` leaves
-    return [
-        (
-            name,
-            dict(part._forward_hooks),
-            dict(part._forward_pre_hooks),
-            sorted(part.__dict__.keys() - compiled),
-        )
-        for name, part in model.named_modules()
-    ] + [part.config is model.config for part in model.modules() if hasattr(part, "config")]
 
 
 # Caches that share a model.
@@ -191,13 +158,15 @@ def forward_of(
         ("gemfilter", "fastkv"),
         ("adakv", "pyramidinfer"),
         ("staged", "h2o"),
+        ("snapkv", "no policy"),
     ],
     ids="+".join,
 )
 def test_two_threads_generate_at_once(model: PreTrainedModel, pair: tuple[str, str]) -> None:
     """One in a padded batch over two turns; the other one, where it may, in chunks or drafts."""
-    hows = [{}, {} if POLICIES[pair[1]].propagation.acting_layers(4) else {"prefill_chunk_size": 7}]
-    work = [(POLICIES[name], how) for name, how in zip(pair, hows, strict=True)]
+    first, second = (POLICIES.get(name) for name in pair)
+    whole = second is None or second.propagation.acting_layers(4)
+    work = [(first, {}), (second, {} if whole else {"prefill_chunk_size": 7})]
     expected = [list(two_turns(model, policy, **how)) for policy, how in work]
     before, failures = marks_on(model), []
     start = threading.Barrier(len(work))
@@ -287,26 +256,6 @@ def test_a_second_thread_inside_a_forward(model: PreTrainedModel) -> None:
     torch.testing.assert_close(found[0], expected)
 
 
-def test_a_custom_generate_inside_of_attached(model: PreTrainedModel) -> None:
-    """The remedy that the refusal of `custom_generate` names."""
-
-    def greedy(model: Any, input_ids: Tensor, generation_config: Any, **kwargs: Any) -> Tensor:
-        new = input_ids
-        for _ in range(4):
-            output = model(new, cache=kwargs[CACHE], logits_to_keep=1)
-            new = output.logits[:, -1:].argmax(dim=-1)
-            input_ids = torch.cat([input_ids, new], dim=1)
-        return input_ids
-
-    ids = torch.tensor([random_tokens(2, 40)])
-    for policy in POLICIES.values():
-        expected = model.generate(ids, cache=PolicyCache(policy), max_new_tokens=4)
-        cache = PolicyCache(policy)
-        with cache.attached(model):
-            found = model.generate(ids, cache=cache, custom_generate=greedy, max_new_tokens=4)
-        assert found.tolist() == expected.tolist()
-
-
 @contextmanager
 def switching_often() -> Iterator[None]:
     interval = sys.getswitchinterval()
@@ -318,10 +267,6 @@ def switching_often() -> Iterator[None]:
 
 
 # Failures.
-
-
-class Interrupted(BaseException):
-    """Like KeyboardInterrupt, which hooks that run on failure do not see."""
 
 
 @contextmanager

@@ -22,19 +22,10 @@ from kvpolicy.policies import (
     PassAllPropagation,
     SnapKV,
 )
-from tests.reference import random_tokens, tiny_model
+from tests.integrations.support.conversation import prompt
 
 PAGE = Path(__file__).parents[2] / "docs" / "scoring.md"
 (CODE,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
-
-
-def prompt(length: int, seed: int = 0) -> Tensor:
-    return torch.tensor([random_tokens(seed, length)])
 
 
 @pytest.mark.parametrize("policy", [SnapKV(0.3), AdaKV(0.5), SnapKV(retention_tokens=16)], ids=str)

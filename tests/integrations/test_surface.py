@@ -15,8 +15,8 @@ from kvpolicy.integrations.transformers import PolicyCache, ReadDocument, apply_
 from kvpolicy.integrations.transformers.surface import CACHE, CACHE_NAMES, cache_name
 from kvpolicy.policies import FastKV
 from tests.integrations.lm_eval.support import char_tokenizer
+from tests.integrations.support.reading import marks_on
 from tests.integrations.test_surroundings import with_lora
-from tests.integrations.test_use import trace_of
 from tests.integrations.vision.rows import model_of
 from tests.integrations.vision.test_chunks import inputs_of
 from tests.reference import random_tokens, tiny_model
@@ -27,11 +27,6 @@ IDS = torch.tensor([random_tokens(0, 60)])
 HOW: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
 POLICY = FastKV(tsp_rate=0.5, retention_rate=0.3)
 TEXT = "it was a dark night, and the rain fell in torrents; the street lamps were dim."
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
 
 
 @pytest.fixture(autouse=True)
@@ -99,10 +94,10 @@ WAYS: dict[str, Callable[[Any, str], Any]] = {
 @pytest.mark.filterwarnings("ignore:.*generation_config", "ignore:.*gradient_checkpointing")
 @pytest.mark.parametrize("way", WAYS)
 def test_both_names_give_the_same_without_a_warning(model: PreTrainedModel, way: str) -> None:
-    before = trace_of(model)
+    before = marks_on(model)
     one, other = (WAYS[way](model, name) for name in NAMES)
     assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
-    assert trace_of(model) == before
+    assert marks_on(model) == before
 
 
 @pytest.mark.parametrize("way", ["generate", "a loop by hand"])

@@ -14,9 +14,11 @@ from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, SnapKV
-from tests.integrations.test_use import trace_of
+from tests.integrations.state.test_fingerprint import by_quanto, by_torchao
+from tests.integrations.support.conversation import prompt
+from tests.integrations.support.reading import marks_on, read
 from tests.needle import NeedleTask, load_model, load_tokenizer
-from tests.reference import random_tokens, tiny_model
+from tests.reference import tiny_model
 
 POLICIES: dict[str, CachePolicy] = {
     "snapkv": SnapKV(0.3),
@@ -27,10 +29,6 @@ POLICIES: dict[str, CachePolicy] = {
 @pytest.fixture
 def model() -> PreTrainedModel:
     return tiny_model("llama", seed=1)
-
-
-def prompt(length: int, seed: int = 0) -> Tensor:
-    return torch.tensor([random_tokens(seed, length)])
 
 
 def generate(model: Any, cache: Any, ids: Tensor, **how: Any) -> Tensor:
@@ -75,9 +73,7 @@ def test_lora_gives_what_the_merged_model_gives(model: PreTrainedModel, name: st
         if not turn:
             assert not torch.equal(generate(own, plain, ids), want)
         ids = torch.cat([ids, want, prompt(20, seed=4)], dim=1)
-    by_hand = PolicyCache(POLICIES[name])
-    with torch.no_grad(), by_hand.attached(wrapped):
-        logits = wrapped(prompt(60), cache=by_hand).logits
+    by_hand, logits = read(wrapped, POLICIES[name], prompt(60))
     assert logits.shape[1] == (60 if name == "snapkv" else 30)
     assert by_hand.get_seq_length() == 60
 
@@ -103,7 +99,7 @@ def test_a_cache_of_a_model_with_lora_is_not_one_of_the_model_without(
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_prefix_tuning_is_refused_by_name(model: PreTrainedModel) -> None:
     wrapped = adapted(model, "PrefixTuningConfig", num_virtual_tokens=5)
-    before, cache = trace_of(model), PolicyCache(SnapKV(0.3))
+    before, cache = marks_on(model), PolicyCache(SnapKV(0.3))
     message = "peft_type of the model's adapter must not be PREFIX_TUNING"
     with pytest.raises(UnsupportedModelError, match=message):
         generate(wrapped, cache, prompt(60))
@@ -111,7 +107,7 @@ def test_prefix_tuning_is_refused_by_name(model: PreTrainedModel) -> None:
         pass
     # What PEFT has set for its own `generate`.
     del model.prepare_inputs_for_generation, model.model.generation_config
-    assert trace_of(model) == before
+    assert marks_on(model) == before
     assert cache.get_seq_length() == 0
 
 
@@ -174,28 +170,17 @@ class Deaf(nn.Module):
 
 
 def test_a_wrapper_that_keeps_the_cache_to_itself(model: PreTrainedModel) -> None:
-    cache, before = PolicyCache(SnapKV(0.3)), trace_of(model)
+    cache, before = PolicyCache(SnapKV(0.3)), marks_on(model)
     wrapped = Deaf(model)
     with torch.no_grad(), cache.attached(wrapped):
         with pytest.raises(UnsupportedModelError, match="Deaf was called with the cache, but did"):
             wrapped(prompt(60), cache=cache)
         model(prompt(60), cache=cache)
     assert cache.get_seq_length() == 60
-    assert trace_of(model) == before
+    assert marks_on(model) == before
 
 
 # Quantised weights
-
-
-def by_quanto(model: PreTrainedModel) -> None:
-    quanto = pytest.importorskip("optimum.quanto")
-    quanto.quantize(model, weights=quanto.qint8, exclude="lm_head")
-    quanto.freeze(model)
-
-
-def by_torchao(model: PreTrainedModel) -> None:
-    quantization = pytest.importorskip("torchao.quantization")
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
 
 
 @pytest.mark.parametrize("quantize", [by_quanto, by_torchao])
@@ -211,40 +196,6 @@ def test_quantised_weights(model: PreTrainedModel, tmp_path: Any, quantize: Any,
     loaded = PolicyCache.load(tmp_path / "cache")
     assert torch.equal(generate(model, loaded, whole), generate(model, cache, whole))
     assert same(loaded, cache)
-
-
-# Accelerate
-
-
-def offloaded(model: PreTrainedModel, folder: Any) -> Any:
-    return pytest.importorskip("accelerate").cpu_offload(model, torch.device("cpu"))
-
-
-def dispatched(model: PreTrainedModel, folder: Any) -> Any:
-    """Two layers in memory, the others on disk."""
-    accelerate = pytest.importorskip("accelerate")
-    places: dict[str, Any] = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
-    places |= {"model.rotary_emb": "cpu"}
-    places |= {f"model.layers.{index}": "cpu" if index < 2 else "disk" for index in range(4)}
-    return accelerate.dispatch_model(
-        model, places, main_device="cpu", offload_dir=str(folder / "weights"), force_hooks=True
-    )
-
-
-@pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # of weights on meta
-@pytest.mark.parametrize("spread", [offloaded, dispatched])
-@pytest.mark.parametrize("name", POLICIES)
-def test_weights_elsewhere(model: PreTrainedModel, tmp_path: Any, spread: Any, name: str) -> None:
-    ids, expected, cache = prompt(60), PolicyCache(POLICIES[name]), PolicyCache(POLICIES[name])
-    want = generate(copy.deepcopy(model), expected, ids)
-    away = spread(model, tmp_path)
-    assert any(each.is_meta for each in away.parameters())
-    assert torch.equal(generate(away, cache, ids), want)
-    assert same(cache, expected)
-    cache.save(tmp_path / "cache")
-    loaded, own = PolicyCache.load(tmp_path / "cache"), tiny_model("llama", seed=1)
-    whole = torch.cat([ids, want, prompt(20, seed=4)], dim=1)
-    assert torch.equal(generate(own, loaded, whole), generate(away, cache, whole))
 
 
 # Generation

@@ -6,7 +6,6 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -37,6 +36,7 @@ from kvpolicy.policies import (
 )
 from tests.integrations.situations.models import KINDS, PLAIN, model_of
 from tests.integrations.situations.policies import BOUNDS, GAPLESS, TOGETHER
+from tests.integrations.support.reading import read
 from tests.integrations.vision.models import FAMILIES
 from tests.integrations.vision.prompts import model_inputs
 from tests.integrations.vision.rows import first_parts
@@ -108,10 +108,8 @@ def prompt(rows: int, length: int = 0, seed: int = 5) -> tuple[Tensor, Tensor]:
 def read_alone(
     model: PreTrainedModel, policy: CachePolicy, ids: Tensor, mask: Tensor | None, **inputs: Tensor
 ) -> tuple[PolicyCache, Tensor]:
-    alone = PolicyCache(policy)
-    with alone.attached(model):
-        output: Any = model(ids, attention_mask=mask, cache=alone, **inputs)
-    return alone, output.logits[:, -1]
+    alone, logits = read(model, policy, ids, mask, **inputs)
+    return alone, logits[:, -1]
 
 
 @torch.no_grad()
@@ -123,15 +121,7 @@ def forward(model: PreTrainedModel, held: PolicyCache, ids: Tensor, mask: Tensor
 
 @attrs.define
 class Pair:
-    """A cache that has read together with others, and one that has read alone.
-
-    Attributes:
-        model: the model.
-        together: the one cache.
-        alone: the other.
-        mask: of all columns so far.
-        tolerance: the largest difference of logits, relative to the largest of them.
-    """
+    """A cache that has read together with others, and one that has read alone."""
 
     model: PreTrainedModel
     together: PolicyCache
@@ -409,16 +399,6 @@ def test_equal_policies_have_caches_of_their_own() -> None:
         pair.answer(prompt(1, 1, seed=len(name))[0], count=9)
     ends = {tuple(cache.layers[0].keys[0, 0, -1].tolist()) for cache in caches.values()}
     assert len(ends) > 1
-
-
-def test_copies_and_files_go_on_alike(tmp_path: Path) -> None:
-    model, (ids, mask) = model_of("llama"), prompt(2)
-    caches = read_together(model, ids, SOME, mask)
-    for name, policy in SOME.items():
-        caches[name].save(tmp_path / name)
-        for other in (copy.deepcopy(caches[name]), PolicyCache.load(tmp_path / name)):
-            alone, _ = read_alone(model, policy, ids, mask)
-            Pair(model, other, alone, mask).answer(prompt(2, 1)[0])
 
 
 # Errors.

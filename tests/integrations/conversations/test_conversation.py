@@ -47,11 +47,6 @@ def qwen3() -> PreTrainedModel:
     return chat_model("qwen3")
 
 
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return chat_model("llama")
-
-
 def assert_same(conversation: Conversation, by_hand: ByHand) -> None:
     """What was said but the end of the answer, and of a policy what is held."""
     ended = by_hand.ids[-1] in SPECIAL

@@ -29,11 +29,6 @@ POLICY = SnapKV(0.4, window_size=4)
 QUESTIONS = ["the quick brown fox", "and the lazy dog?", "which river, which castle?"]
 
 
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return chat_model("llama")
-
-
 def answer(tokenizer: Any, text: str = "so the fox____.") -> dict[str, Any]:
     return saying([*script(tokenizer, text), tokenizer.eos_token_id])
 

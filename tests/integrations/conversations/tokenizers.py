@@ -45,25 +45,3 @@ def byte_tokenizer(template: str | None = TEMPLATE, *, vocab_size: int = 320) ->
     )
     made.chat_template = template
     return made
-
-
-class SlowTokenizer:
-    """A tokenizer that does not tell where its tokens stand: one token a word."""
-
-    is_fast = False
-    chat_template = None
-    all_special_ids = (0,)
-    unk_token_id = None
-
-    def __init__(self, vocab_size: int = 97) -> None:
-        self.vocab_size = vocab_size
-        self.words = ["<s>"]
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        self.words += [word for word in dict.fromkeys(text.split()) if word not in self.words]
-        assert len(self.words) <= self.vocab_size
-        ids = [self.words.index(word) for word in text.split()]
-        return [0, *ids] if add_special_tokens else ids
-
-    def decode(self, ids: list[int]) -> str:
-        return " ".join(self.words[each] for each in ids if each)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
+from tests.integrations.support.conversation import left_padded
 
 Kept = list[list[list[list[int]]]]  # by row, layer and KV head
 
@@ -45,14 +46,6 @@ def held(cache: PolicyCache, rows: int) -> Kept:
     ]
 
 
-def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Ids and mask `[batch, longest]`, padded on the left."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask
-
-
 @torch.no_grad()
 def read(
     model: PreTrainedModel,
@@ -62,7 +55,7 @@ def read(
 ) -> Reading:
     """Reads prompts, then feeds `forced` `[batch, steps]`, one column at a time."""
     cache = policy if isinstance(policy, PolicyCache) else PolicyCache(policy)
-    ids, mask = padded(rows)
+    ids, mask = left_padded(rows)
     call: Any = model
     reading = Reading(cache, torch.empty(0))
     found = []

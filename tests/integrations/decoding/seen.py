@@ -7,14 +7,7 @@ from tests.integrations.model.builds.dense import Seen
 
 
 def seen_at_every_step(kept: dict[int, Kept], row: int, prompt_len: int, length: int) -> list[Seen]:
-    """What each layer's queries see: what was kept at the last choice, and all that is newer.
-
-    Args:
-        kept: See `Reading`.
-        row: Of the batch.
-        prompt_len: Tokens of its prompt.
-        length: Tokens of the row.
-    """
+    """What each layer's queries see: what was kept at the last choice, and all that is newer."""
     everything = torch.ones(length, dtype=torch.bool)
     layers = []
     for index, heads in enumerate(kept[0][row]):

@@ -17,13 +17,15 @@ from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, Qu
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import H2O, RKV, TOVA, ExpectedAttention, KeyDiff, SnapKV
-from tests.integrations.decoding.reading import Kept, Reading, held, padded, read
+from tests.integrations.decoding.reading import Kept, Reading, held, read
 from tests.integrations.decoding.rules import EVERY, KEEPING_ALL, RULES, bounded, with_every
 from tests.integrations.decoding.seen import seen_at_every_step
 from tests.integrations.hybrids.models import apart, generate
 from tests.integrations.hybrids.models import tokens as random_ids
+from tests.integrations.model.builds.catalogue import built
 from tests.integrations.model.builds.dense import dense_logits
-from tests.integrations.model.test_indexed import BLOCKS, FAMILY_NAMES, STATES, indexed, model_of
+from tests.integrations.model.test_indexed import BLOCKS, FAMILY_NAMES, STATES, indexed
+from tests.integrations.support.conversation import left_padded
 from tests.reference import VOCAB_SIZE, random_tokens
 from tests.reference.decoding import BoundedState
 from tests.reference.latent_decoding import WatchedIndexedState, of_latents
@@ -108,7 +110,7 @@ def compare_with_own_layers(model: PreTrainedModel, found: Reading, rows: list[l
 def test_every_family_reads_with_its_own_layers_what_was_held(name: str, rule: str) -> None:
     if name not in FAMILY_NAMES:
         pytest.skip(f"this Transformers has no {name}")
-    model, rows = model_of(name), rows_of(name)
+    model, rows = built(name), rows_of(name)
     found = read(model, (POLICIES | ASKING)[rule], rows, forced(SHORT_STEPS))
     compare_with_own_layers(model, found, rows)
     assert indexed(found.cache)
@@ -122,7 +124,7 @@ def test_every_family_reads_with_its_own_layers_what_was_held(name: str, rule: s
 @pytest.mark.parametrize("name", WITHOUT_STATES)
 def test_index_keys_stay_with_their_tokens(name: str, rule: str) -> None:
     """In the first layer, whose input is the same whatever is evicted."""
-    model, rows, answer = model_of(name), rows_of(name), forced(30)
+    model, rows, answer = built(name), rows_of(name), forced(30)
     layer = read(model, POLICIES[rule], rows, answer).cache.layers[0]
     assert isinstance(layer, IndexedLayer)
     for row, prompt in enumerate(rows):
@@ -142,9 +144,9 @@ def test_index_keys_stay_with_their_tokens(name: str, rule: str) -> None:
 @pytest.mark.parametrize("name", [name for name in WITHOUT_STATES if name not in BLOCKS])
 def test_rows_with_padding_among_their_answers(name: str, rule: str) -> None:
     """Layers bring it to the left when they choose, and index keys as well."""
-    model, rows, answer = model_of(name), rows_of(name), forced(SHORT_STEPS)
+    model, rows, answer = built(name), rows_of(name), forced(SHORT_STEPS)
     gaps = [step % 9 in (2, 5) for step in range(SHORT_STEPS)]  # of the second row
-    ids, mask = padded(rows)
+    ids, mask = left_padded(rows)
     cache, found = PolicyCache(POLICIES[rule]), []
     kept: list[dict[int, Kept]] = [{}, {}]
     read_of = [0, 0]
@@ -171,7 +173,7 @@ def test_rows_with_padding_among_their_answers(name: str, rule: str) -> None:
 @pytest.mark.parametrize("name", LENDING)
 def test_layers_that_borrow_slots_keep_what_the_lender_keeps(name: str, rule: str) -> None:
     """At every choice, in every row."""
-    found = read(model_of(name), POLICIES[rule], rows_of(name), forced(SHORT_STEPS))
+    found = read(built(name), POLICIES[rule], rows_of(name), forced(SHORT_STEPS))
     for rows in found.kept.values():
         for layers in rows:
             assert layers[0] == layers[1]
@@ -184,11 +186,11 @@ def test_layers_that_borrow_slots_keep_what_the_lender_keeps(name: str, rule: st
 @pytest.mark.parametrize("name", WAYS)
 def test_memory_had_in_advance_is_that_of_the_bound(name: str, rule: str) -> None:
     """Nothing is compiled; buffers of index keys have as much room as those beside them."""
-    model, rows = model_of(name), rows_of(name)
+    model, rows = built(name), rows_of(name)
     grows, roomy = PolicyCache(POLICIES[rule]), PolicyCache(POLICIES[rule], max_new_tokens=200)
     how = {"max_new_tokens": 50, "eos_token_id": None}
     (said, want), (found, logits) = (
-        generate(model, each, *padded(rows), **how) for each in (grows, roomy)
+        generate(model, each, *left_padded(rows), **how) for each in (grows, roomy)
     )
     assert torch.equal(found, said)
     assert torch.allclose(logits, want, atol=TOLERANCE)
@@ -204,9 +206,7 @@ def test_memory_had_in_advance_is_that_of_the_bound(name: str, rule: str) -> Non
 @pytest.mark.parametrize("name", WAYS)
 def test_other_storages_choose_the_same_number(name: str, storage: Any) -> None:
     count = SHORT_EVERY + 2
-    found = read(
-        model_of(name), PolicyCache(POLICIES["H2O"], storage), rows_of(name), forced(count)
-    )
+    found = read(built(name), PolicyCache(POLICIES["H2O"], storage), rows_of(name), forced(count))
     for layer in indexed(found.cache).values():
         assert layer.kept_len == SHORT + 2
         assert layer.index.read()[0].shape[2] == layer.kept_len

@@ -11,13 +11,14 @@ from transformers import PreTrainedModel
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import H2O, RKV, KeyDiff, KeyNorm, SnapKV, StreamingLLM
-from tests.integrations.decoding.reading import Kept, held, padded, read
+from tests.integrations.decoding.reading import Kept, held, read
 from tests.integrations.decoding.rules import bounded
 from tests.integrations.decoding.seen import seen_at_every_step
 from tests.integrations.hybrids.models import apart, generate, hybrid
 from tests.integrations.hybrids.models import tokens as random_ids
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.model.builds.dense import Seen, dense_logits
+from tests.integrations.support.conversation import left_padded
 from tests.integrations.vision.test_cross_attention import CROSS, image, images
 
 TOKENS, EVERY, STEPS = 16, 13, 60
@@ -69,7 +70,7 @@ def test_an_answer_about_an_image(rule: str) -> None:
             """Nothing to do."""
 
     given: dict[str, Any] = {"max_new_tokens": STEPS, "streamer": Looking()}
-    said, logits = generate(model, cache, *padded([ids]), **images([ids]), **given)
+    said, logits = generate(model, cache, *left_padded([ids]), **images([ids]), **given)
     whole = ids + said[0, -STEPS:-1].tolist()
     check_bounded(kept, [layer.kept_len for layer in cache.layers])
     seen = seen_at_every_step(kept, 0, len(ids), len(whole))

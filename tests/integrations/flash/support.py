@@ -13,7 +13,7 @@ from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from tests.families import FAMILIES
 from tests.integrations.flash.stand_in import CALLS, under_flash
-from tests.integrations.support.conversation import Lengths, run_conversation
+from tests.integrations.support.conversation import Lengths, assert_alike, run_conversation
 
 TOLERANCE = 5e-5
 ROWS = {"one": (0,), "padded": (0, 1, 2)}
@@ -25,12 +25,7 @@ OPTIONS = {"gpt_oss": {"head_dim": 8}, "deepseek_v3": {"v_head_dim": 8}}
 
 @cache
 def model_of(name: str, flash: str = "") -> PreTrainedModel:
-    """A tiny model, always with the same weights; under sdpa, or eager if it has no sdpa.
-
-    Args:
-        name: of the family.
-        flash: a version of flash attention, in place of sdpa.
-    """
+    """A tiny model, always with the same weights; under sdpa, or eager if it has no sdpa."""
     if flash:
         return under_flash(model_of(name), flash)
     family = FAMILIES[name]
@@ -38,7 +33,7 @@ def model_of(name: str, flash: str = "") -> PreTrainedModel:
     return dataclasses.replace(family, options=options).build(1)
 
 
-def assert_alike(
+def assert_as_sdpa(
     name: str,
     policy: CachePolicy,
     rows: str = "padded",
@@ -46,25 +41,12 @@ def assert_alike(
     lengths: Lengths = LENGTHS,
     **how: Any,
 ) -> None:
-    """Asserts that two turns of `generate` give the same under sdpa and under flash attention.
-
-    Args:
-        name: of the model.
-        policy: of the cache.
-        rows: one of `ROWS`.
-        flash: the implementation to compare.
-        lengths: of the prompts and answers.
-        how: further arguments of `generate`.
-    """
+    """Asserts that two turns of `generate` give the same under sdpa and under flash attention."""
     _, expected = run_conversation(model_of(name), policy, ROWS[rows], lengths, **how)
     CALLS.clear()
     _, found = run_conversation(model_of(name, flash), policy, ROWS[rows], lengths, **how)
     assert CALLS["dense" if rows == "one" else "varlen"]
-    for one, other in zip(found, expected, strict=True):
-        assert one.kept == other.kept
-        assert one.propagated == other.propagated
-        assert torch.equal(one.tokens, other.tokens)
-        assert_close(one.logits, other.logits)
+    assert_alike(found, expected, 1e-5)
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:

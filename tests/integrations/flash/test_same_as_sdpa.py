@@ -7,10 +7,8 @@ different numbers of tokens are refused, as are drops above sliding windows: see
 from typing import Any
 
 import pytest
-import torch
 
 from kvpolicy import CachePolicy
-from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
     H2O,
     RKV,
@@ -31,10 +29,9 @@ from kvpolicy.policies import (
 )
 from kvpolicy.registry import registered
 from tests.integrations.decoding.rules import bounded
-from tests.integrations.flash.support import LENGTHS, ROWS, assert_alike, assert_close, model_of
-from tests.integrations.support.conversation import METHODS, Lengths, left_padded
+from tests.integrations.flash.support import assert_as_sdpa
+from tests.integrations.support.conversation import METHODS, Lengths
 from tests.integrations.support.versions import OLD
-from tests.reference import random_tokens
 
 KVZIP = KVzip(0.3, chunk_size=19, num_sinks=3, overlap=4, head_uniform=True)
 # The methods that are in no table of references.
@@ -61,18 +58,18 @@ def test_all_methods_are_compared() -> None:
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_methods(name: str) -> None:
-    assert_alike("llama", POLICIES[name])
+    assert_as_sdpa("llama", POLICIES[name])
 
 
 @pytest.mark.parametrize("name", [*EVICTING, "fastkv", "gemfilter", "pyramidinfer", "two_stages"])
 def test_methods_without_padding(name: str) -> None:
-    assert_alike("qwen3", POLICIES[name], "one")
+    assert_as_sdpa("qwen3", POLICIES[name], "one")
 
 
 @pytest.mark.parametrize("rows", ["one", "padded"])
 @pytest.mark.parametrize("name", EVICTING)
 def test_methods_beside_sliding_windows(name: str, rows: str) -> None:
-    assert_alike("gemma3", POLICIES[name], rows)
+    assert_as_sdpa("gemma3", POLICIES[name], rows)
 
 
 @pytest.mark.skipif(OLD, reason="this Transformers cuts the masks of later chunks wrongly")
@@ -93,7 +90,7 @@ def test_methods_beside_sliding_windows(name: str, rows: str) -> None:
     ],
 )
 def test_prompts_in_chunks(model: str, policy: CachePolicy, rows: str, size: int) -> None:
-    assert_alike(model, policy, rows, prefill_chunk_size=size)
+    assert_as_sdpa(model, policy, rows, prefill_chunk_size=size)
 
 
 @pytest.mark.parametrize(
@@ -105,35 +102,7 @@ def test_prompts_in_chunks(model: str, policy: CachePolicy, rows: str, size: int
     ],
 )
 def test_drafts(model: str, policy: CachePolicy) -> None:
-    assert_alike(model, policy, "one", prompt_lookup_num_tokens=3)
-
-
-@pytest.mark.parametrize(
-    ("model", "policy", "rows"),
-    [
-        ("llama", SnapKV(0.3), "padded"),
-        ("qwen3", FastKV(tsp_rate=0.4, retention_rate=0.25), "one"),
-        ("gemma3", H2O(0.4, window_size=2), "padded"),
-    ],
-)
-def test_beams(model: str, policy: CachePolicy, rows: str) -> None:
-    ids, mask = left_padded([random_tokens(row, LENGTHS.first[row]) for row in ROWS[rows]])
-    expected, found = (
-        model_of(model, flash).generate(
-            ids,
-            attention_mask=mask,
-            cache=PolicyCache(policy),
-            max_new_tokens=6,
-            num_beams=3,
-            num_return_sequences=3,
-            do_sample=False,
-            output_scores=True,
-            return_dict_in_generate=True,
-        )
-        for flash in ("", "flash_attention_2")
-    )
-    assert torch.equal(found.sequences, expected.sequences)
-    assert_close(found.sequences_scores, expected.sequences_scores)
+    assert_as_sdpa(model, policy, "one", prompt_lookup_num_tokens=3)
 
 
 BOUNDS = {each: bounded(each, 12, 3) for each in (StreamingLLM, H2O, TOVA, SnapKV, KeyDiff, RKV)}
@@ -150,7 +119,7 @@ LONG_ANSWERS = Lengths(first=(47, 31, 23), second=(11, 19, 3), num_decode=10)
     ],
 )
 def test_bounded_answers(model: str, method: Any, rows: str) -> None:
-    assert_alike(model, BOUNDS[method], rows, lengths=LONG_ANSWERS)
+    assert_as_sdpa(model, BOUNDS[method], rows, lengths=LONG_ANSWERS)
 
 
 @pytest.mark.parametrize(
@@ -163,18 +132,18 @@ def test_bounded_answers(model: str, method: Any, rows: str) -> None:
     ],
 )
 def test_kinds_of_layers(model: str, policy: CachePolicy) -> None:
-    assert_alike(model, policy, "one" if model == "lfm2" else "padded")
+    assert_as_sdpa(model, policy, "one" if model == "lfm2" else "padded")
 
 
 @pytest.mark.parametrize("version", ["flash_attention_3", "flash_attention_4"])
 @pytest.mark.parametrize("rows", ["one", "padded"])
 @pytest.mark.parametrize("name", ["snapkv", "fastkv", "gemfilter"])
 def test_later_versions(name: str, rows: str, version: str) -> None:
-    assert_alike("llama", POLICIES[name], rows, version)
+    assert_as_sdpa("llama", POLICIES[name], rows, version)
 
 
 @pytest.mark.parametrize("rows", ["one", "padded"])
 @pytest.mark.parametrize("policy", [SnapKV(0.3), ReplayKV(0.3, head_uniform=True)], ids=str)
 def test_sinks(policy: CachePolicy, rows: str) -> None:
     """Of GPT-OSS, which Transformers loads under no earlier version of the package."""
-    assert_alike("gpt_oss", policy, rows, "flash_attention_4")
+    assert_as_sdpa("gpt_oss", policy, rows, "flash_attention_4")

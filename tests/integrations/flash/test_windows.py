@@ -25,6 +25,7 @@ from kvpolicy.policies import (
 )
 from tests.integrations.flash.support import assert_close, forward, model_of
 from tests.integrations.support.conversation import left_padded
+from tests.integrations.support.reading import assert_same_positions
 from tests.reference import random_tokens
 
 WINDOW = 16
@@ -83,8 +84,7 @@ def test_answers_that_outgrow_the_window(name: str, rows: tuple[int, ...]) -> No
         )
     )
     assert_close(found, expected)
-    for layer, want in zip(store.layers, expected_store.layers, strict=True):
-        assert torch.equal(layer.positions, want.positions)
+    assert_same_positions(store, expected_store)
 
 
 def test_a_window_alone_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,39 @@
 """PolicyCache inside `generate` against the slow reference, which sees one row at a time."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
 
+from kvpolicy import CachePolicy
+from tests.integrations.forward.test_gapless import METHODS as GAPLESS
+from tests.integrations.forward.test_history import POLICIES as LOOKING_BACK
+from tests.integrations.forward.test_together import METHODS as TOGETHER
 from tests.integrations.support.conversation import (
     FIRST_LENS,
     METHODS,
     TOLERANCE,
-    assert_same,
-    expected_turns,
+    assert_as_reference,
     run_conversation,
 )
-from tests.reference import FAMILIES, tiny_model
+from tests.reference import FAMILIES, GaplessState, ReferenceState, TogetherState, tiny_model
 
 ALL_ROWS = tuple(range(len(FIRST_LENS)))
+CASES: dict[str, tuple[CachePolicy, Any, type[ReferenceState]]] = {
+    **{name: (*pair, ReferenceState) for name, pair in {**METHODS, **LOOKING_BACK}.items()},
+    **{f"gapless_{name}": (*pair, GaplessState) for name, pair in GAPLESS.items()},
+    **{f"together_{name}": (*pair, TogetherState) for name, pair in TOGETHER.items()},
+}
+IN_ALL_FAMILIES = {*METHODS, "together_threshold", "together_kvzip", "together_replaykv"}
+EAGER = (
+    "full_context",
+    "streamingllm",
+    "snapkv",
+    "fastkv",
+    "gapless_snapkv",
+    "gapless_streamingllm",
+)
 
 
 @cache
@@ -23,36 +41,25 @@ def model_of(family: str, implementation: str = "sdpa") -> PreTrainedModel:
     return tiny_model(family, seed=3, attn_implementation=implementation)
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_single_prompt_over_two_turns(family: str, name: str) -> None:
-    policy, method = METHODS[name]
-    model = model_of(family)
-    _, turns = run_conversation(model, policy, rows=(0,))
-    for turn, expected in zip(turns, expected_turns(model, method, 0), strict=True):
-        assert_same(turn, 0, expected)
-
-
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_padded_batch_over_two_turns(family: str, name: str) -> None:
-    policy, method = METHODS[name]
-    model = model_of(family)
-    _, turns = run_conversation(model, policy, rows=ALL_ROWS)
-    for row in ALL_ROWS:
-        for turn, expected in zip(turns, expected_turns(model, method, row), strict=True):
-            assert_same(turn, row, expected)
-
-
-@pytest.mark.parametrize("name", ["full_context", "streamingllm", "snapkv", "fastkv"])
 @pytest.mark.parametrize("rows", [(0,), ALL_ROWS], ids=["single", "padded"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        (family, name)
+        for name in CASES
+        for family in (FAMILIES if name in IN_ALL_FAMILIES else ("llama", "qwen3"))
+    ],
+)
+def test_two_turns(family: str, name: str, rows: tuple[int, ...]) -> None:
+    policy, method, state_class = CASES[name]
+    assert_as_reference(model_of(family), policy, method, rows, state_class=state_class)
+
+
+@pytest.mark.parametrize("rows", [(1,), ALL_ROWS], ids=["single", "padded"])
+@pytest.mark.parametrize("name", [*EAGER, *sorted(IN_ALL_FAMILIES - METHODS.keys())])
 def test_eager_attention(rows: tuple[int, ...], name: str) -> None:
-    policy, method = METHODS[name]
-    _, turns = run_conversation(model_of("llama", "eager"), policy, rows=rows)
-    for index, row in enumerate(rows):
-        expected_row = expected_turns(model_of("llama"), method, row)
-        for turn, expected in zip(turns, expected_row, strict=True):
-            assert_same(turn, index, expected)
+    policy, method, state_class = CASES[name]
+    assert_as_reference(model_of("llama", "eager"), policy, method, rows, state_class=state_class)
 
 
 @pytest.mark.parametrize("name", ["snapkv", "fastkv", "streamingllm"])

@@ -19,8 +19,8 @@ from kvpolicy.testing import check_propagation
 from tests.integrations.support.content import Mass, MassPropagation
 from tests.integrations.support.conversation import (
     FIRST_LENS,
-    assert_same,
-    expected_turns,
+    assert_alike,
+    assert_as_reference,
     run_conversation,
 )
 from tests.reference import random_tokens, tiny_model
@@ -68,12 +68,8 @@ def test_against_the_reference(rows: tuple[int, ...], implementation: str) -> No
     """Rows pass on unlike numbers, neither of them known before their layer is."""
     model = tiny_model("llama", seed=3, attn_implementation=implementation)
     method = Mass(0.3, window_size=4, kernel_size=3, layers=LAYERS)
-    _, turns = run_conversation(model, policy_of(), rows=rows)
-    for index, row in enumerate(rows):
-        expected = expected_turns(tiny_model("llama", seed=3), method, row)
-        assert set(expected[0].propagated) == set(LAYERS)
-        for turn, want in zip(turns, expected, strict=True):
-            assert_same(turn, index, want)
+    turns = assert_as_reference(model, policy_of(), method, rows)
+    assert set(turns[0].propagated) == set(LAYERS)
     if len(rows) > 1:
         counts = {len(row) for row in turns[0].propagated[2]}
         assert len(counts) > 1
@@ -89,14 +85,11 @@ def test_layers_are_narrowed(monkeypatch: pytest.MonkeyPatch) -> None:
         return seen[-1][1]
 
     monkeypatch.setattr(PassRun, "_narrows", few)
-    _, turns = run_conversation(model, policy_of(mass=0.999), rows=ROWS)
+    _, narrow = run_conversation(model, policy_of(mass=0.999), rows=ROWS)
     assert {index for index, narrowed in seen if narrowed} == {*LAYERS, 3}  # 3 is for its logits
     monkeypatch.setattr(PassRun, "_narrows", lambda *_: False)
     _, whole = run_conversation(model, policy_of(mass=0.999), rows=ROWS)
-    for one, other in zip(turns, whole, strict=True):
-        assert one.propagated == other.propagated
-        assert one.kept == other.kept
-        torch.testing.assert_close(one.logits, other.logits, atol=1e-5, rtol=0)
+    assert_alike(narrow, whole, 1e-5)
 
 
 def test_all_may_go_on() -> None:

@@ -18,7 +18,6 @@ from kvpolicy.policies import (
     AdaKV,
     FastKV,
     GQAGroupSelector,
-    KeyNorm,
     PassAllPropagation,
     PeakAttentionScorer,
     SnapKV,
@@ -28,7 +27,7 @@ from tests.families import FAMILIES, WINDOW
 from tests.integrations.hybrids.models import hybrid
 from tests.integrations.support.conversation import (
     Lengths,
-    Turn,
+    assert_alike,
     left_padded,
     run_conversation,
     run_turn,
@@ -66,15 +65,6 @@ def model_of(name: str) -> PreTrainedModel:
     return FAMILIES[name].build(3)
 
 
-def assert_alike(found: list[Turn], want: list[Turn]) -> None:
-    for one, other in zip(found, want, strict=True):
-        assert one.kept == other.kept
-        assert one.propagated == other.propagated
-        assert torch.equal(one.tokens, other.tokens)
-        difference = (one.logits - other.logits).abs().max()
-        assert difference <= TOLERANCE * max(float(other.logits.abs().max()), 1)
-
-
 @pytest.mark.parametrize("rows", [(0, 1, 2), (1,)], ids=["padded", "single"])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("family", ["mistral_sliding", "gemma3", "gpt_oss", "llama4_text_mixed"])
@@ -85,15 +75,13 @@ def test_rows_around_the_window_over_two_turns(
     _, want = run_conversation(model, policy, rows, ROWS)
     for chunk in (7, 21):
         found = run_conversation(model, policy, rows, ROWS, prefill_chunk_size=chunk)[1]
-        assert_alike(found, want)
+        assert_alike(found, want, TOLERANCE)
 
 
 @pytest.mark.parametrize("rows", [(0,), (0, 1, 2)], ids=["single", "padded"])
 @pytest.mark.parametrize(
     ("family", "policy"),
     [
-        ("gemma3", FAST),
-        ("gpt_oss", FAST),
         (
             "gpt_oss",
             CLAA(
@@ -115,18 +103,9 @@ def test_drops_history_and_shared_keys(
 ) -> None:
     model = model_of(family)
     _, want = run_conversation(model, policy, rows, ROWS)
-    assert_alike(run_conversation(model, policy, rows, ROWS, prefill_chunk_size=7)[1], want)
-
-
-@pytest.mark.parametrize("name", ["snapkv", "sums"])
-@pytest.mark.parametrize("family", ["gemma3", "mistral_sliding"])
-def test_beams(family: str, name: str) -> None:
-    model, how = model_of(family), {"num_beams": 3, "num_return_sequences": 2}
-    turns = []
-    for chunk in (None, 40):
-        store = PolicyCache(POLICIES[name])
-        turns.append(run_turn(model, store, PROMPT, None, 6, prefill_chunk_size=chunk, **how))
-    assert_alike(turns[1:], turns[:1])
+    assert_alike(
+        run_conversation(model, policy, rows, ROWS, prefill_chunk_size=7)[1], want, TOLERANCE
+    )
 
 
 @torch.no_grad()
@@ -262,7 +241,7 @@ def test_other_storages(kind: str) -> None:
     for chunk in (None, 7):
         store = PolicyCache(POLICIES["snapkv"], storage=storage)
         turns.append(run_turn(model, store, ids, None, 2, prefill_chunk_size=chunk))
-    assert_alike(turns[1:], turns[:1])
+    assert_alike(turns[1:], turns[:1], TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["streamingllm", "sums"])
@@ -276,43 +255,6 @@ def test_numbers_alone_say_what_is_held(name: str) -> None:
             read(model, store, range(80, 120, 40))
     for file in ("chunk_windows.py", "layer.py", "selection.py"):
         assert not any(f"/{file}:" in place for place in looks.places), looks.places
-
-
-EARLY: dict[str, CachePolicy] = {
-    "streamingllm": StreamingLLM(retention_tokens=24, num_sinks=4),
-    "key_norm": KeyNorm(retention_tokens=24, window_size=4),
-}
-
-
-@pytest.mark.parametrize("name", EARLY)
-def test_choosing_before_the_end_would_change_results(name: str) -> None:
-    """Even with a budget in tokens and scores that depend on no later token.
-
-    The later tokens of a prompt attend to all earlier ones, so that they are not the same without.
-    """
-    model = model_of("llama")
-    stores, logits = [PolicyCache(EARLY[name]) for _ in range(2)], []
-    with stores[0].attached(model):
-        stores[0].start_turn(prompt_len=200)
-        logits.append(read(model, stores[0], range(0, 200, 40)))
-    with stores[1].attached(model):
-        for start in range(0, 200, 40):
-            stores[1].start_turn()  # the policy acts on every chunk
-            found = read(model, stores[1], range(start, start + 40, 40))
-        logits.append(found)
-    apart = (logits[0] - logits[1]).abs().max() / logits[0].abs().max()
-    assert apart > 0.1
-    alike = [
-        torch.equal(one.positions, other.positions)
-        for one, other in zip(*(store.layers for store in stores), strict=True)
-    ]
-    if name == "streamingllm":
-        assert all(alike)  # the places are the same, what is kept there is not
-        keys = [store.layers[-1].keys for store in stores]
-        assert not torch.allclose(*keys, atol=0.1)
-    else:
-        assert alike[0]
-        assert not any(alike[1:])
 
 
 @pytest.mark.parametrize("name", ["snapkv", "fastkv"])

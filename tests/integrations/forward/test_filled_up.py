@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.checking import check_model
 from kvpolicy.policies import FastKV, GemFilter, PyramidInfer
-from tests.integrations.hybrids.models import TOLERANCE, apart, generate, hybrid, padded, tokens
+from tests.integrations.hybrids.models import TOLERANCE, apart, generate, hybrid, tokens
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.model.builds.dense import dense_logits
 from tests.integrations.model.builds.judge import Judge
+from tests.integrations.support.conversation import left_padded
 
 # One that views its output as its input's shape, one whose layers look at what came before others.
 NAMES = [name for name in ("gpt2", "inkling2_text") if name in builds()]
@@ -32,7 +33,7 @@ def test_policies_are_right(name: str) -> None:
 
 def test_several_drops() -> None:
     """As of a model whose hidden states are cut, each layer's tokens are those that went on."""
-    model, (ids, mask) = hybrid("gpt2"), padded(ROWS)
+    model, (ids, mask) = hybrid("gpt2"), left_padded(ROWS)
     cache = PolicyCache(PyramidInfer(recent_rate=0.2, decay_ratio=0.5, min_context=4))
     said, found = generate(model, cache, ids, mask)
     assert len(cache.propagated) > 1
@@ -45,7 +46,7 @@ def test_several_drops() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_are_those_of_the_tokens_that_went_on(name: str) -> None:
-    model, (ids, mask) = hybrid(name), padded(ROWS)
+    model, (ids, mask) = hybrid(name), left_padded(ROWS)
     cache = PolicyCache(POLICY)
     with torch.no_grad(), cache.attached(model):
         output: Any = model(ids, attention_mask=mask, cache=cache)

@@ -2,7 +2,6 @@
 
 import copy
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -34,13 +33,12 @@ from tests.families import Family
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.support.asking import TurnedBackScorer
 from tests.integrations.support.conversation import (
-    FIRST_LENS,
     TOLERANCE,
-    assert_same,
     expected_turns,
+    prompt,
     run_conversation,
 )
-from tests.reference import GaplessState, ReferenceState, random_tokens, tiny_model
+from tests.reference import GaplessState, ReferenceState, tiny_model
 
 SNAPKV = CachePolicy(
     WindowMaxPoolScorer(4, kernel_size=3),
@@ -58,36 +56,19 @@ METHODS: dict[str, tuple[CachePolicy, reference.Method]] = {
         reference.FullContext(),
     ),
 }
-ALL_ROWS = tuple(range(len(FIRST_LENS)))
 
 
 @cache
-def model_of(family: str, implementation: str = "sdpa") -> PreTrainedModel:
-    return tiny_model(family, seed=3, attn_implementation=implementation)
-
-
-def same_as_reference(model: PreTrainedModel, name: str, rows: tuple[int, ...], **how: Any) -> None:
-    policy, method = METHODS[name]
-    _, turns = run_conversation(model, policy, rows, **how)
-    for index, row in enumerate(rows):
-        expected = expected_turns(model, method, row, state_class=GaplessState)
-        for turn, each in zip(turns, expected, strict=True):
-            assert_same(turn, index, each)
-
-
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("rows", [(0,), ALL_ROWS], ids=["single", "padded"])
-def test_two_turns(rows: tuple[int, ...], family: str, name: str) -> None:
-    same_as_reference(model_of(family), name, rows)
+def llama() -> PreTrainedModel:
+    return tiny_model("llama", seed=3)
 
 
 @pytest.mark.parametrize("name", ["streamingllm", "snapkv"])
 def test_positions_matter(name: str) -> None:
     """The tests above could not pass where keys keep their positions."""
     policy, method = METHODS[name]
-    _, turns = run_conversation(model_of("llama"), policy, (0,))
-    kept = expected_turns(model_of("llama"), method, 0, state_class=ReferenceState)
+    _, turns = run_conversation(llama(), policy, (0,))
+    kept = expected_turns(llama(), method, 0, state_class=ReferenceState)
     assert turns[0].kept[0] == kept[0].kept  # what is kept of a first prompt is the same
     decoded = turns[0].logits[0, 1:] - kept[0].decode_logits
     assert decoded.abs().max() > 100 * TOLERANCE
@@ -108,14 +89,10 @@ def decode(model: PreTrainedModel, store: PolicyCache, ids: Tensor, steps: int) 
     return torch.stack(found, dim=1)
 
 
-def prompt(length: int, seed: int = 0) -> Tensor:
-    return torch.tensor([random_tokens(seed, length)])
-
-
 @torch.no_grad()
 def test_short_turns_never_leave_what_was_trained() -> None:
     """200 tokens in turns of 30: rotary positions stay below what is kept, a turn and an answer."""
-    model, kept, turn, answer = model_of("llama"), 24, 30, 10
+    model, kept, turn, answer = llama(), 24, 30, 10
     read: list[int] = []
     hook = model.model.rotary_emb.register_forward_pre_hook(
         lambda module, args, kwargs: read.append(
@@ -139,18 +116,6 @@ def test_short_turns_never_leave_what_was_trained() -> None:
     assert state.farthest == max(read) == kept + answer + turn - 1 < 64
     positions = store.layers[0].positions[0, 0].tolist()
     assert positions == [*range(4), *range(170, 200)]  # original ones
-
-
-def test_a_file_says_where_the_next_token_stands(tmp_path: Path) -> None:
-    model, store, path = model_of("llama"), PolicyCache(STREAMING), tmp_path / "cache"
-    decode(model, store, prompt(40), 2)
-    with store.attached(model):
-        store.save(path)
-    loaded = PolicyCache.load(path)
-    tokens: Any = loaded._reader.tokens
-    assert tokens.skipped.tolist() == [26]
-    found = [decode(model, each, prompt(3, seed=1), 2) for each in (loaded, store)]
-    torch.testing.assert_close(*found)
 
 
 YARN = {
@@ -199,7 +164,7 @@ def test_keys_are_those_of_what_is_kept_read_alone(name: str) -> None:
 @torch.no_grad()
 def test_in_half_precision_turning_again_and_again_stays_near() -> None:
     """Sinks stay where they are; what moves is turned from where it is held."""
-    model = model_of("llama")
+    model = llama()
     exact, rounded = PolicyCache(STREAMING), PolicyCache(STREAMING)
     half = copy.deepcopy(model).to(torch.bfloat16)
     for index in range(6):
@@ -305,7 +270,7 @@ class Unlike(GQAGroupSelector):
 
 
 def test_counts_that_differ_are_found() -> None:
-    model = model_of("llama")
+    model = llama()
     policy = CachePolicy(WindowMaxPoolScorer(), Unlike(0.5), PassAllPropagation(), gapless=True)
     store = PolicyCache(policy)
     message = "select of Unlike.* must keep equally many tokens .* got 19 to 20 in row 0"
@@ -318,7 +283,7 @@ def test_counts_that_differ_are_found() -> None:
 @torch.no_grad()
 def test_positions_of_others() -> None:
     """Positions that a caller gives must be each row's own, in a prompt and behind it."""
-    model, store = model_of("llama"), PolicyCache(STREAMING)
+    model, store = llama(), PolicyCache(STREAMING)
     at = torch.arange(60)[None]
     message = "position_ids must count each row's own tokens from 0 if StreamingLLM.*gapless.*"
     with store.attached(model):
@@ -338,7 +303,7 @@ def test_parts_that_turn_keys_themselves() -> None:
     policy = CachePolicy(
         TurnedBackScorer(), GQAGroupSelector(0.5), PassAllPropagation(), gapless=True
     )
-    model, store = model_of("llama"), PolicyCache(policy)
+    model, store = llama(), PolicyCache(policy)
     decode(model, store, prompt(40), 2)
     before = store.layers[0].keys
     store.start_turn()

@@ -3,26 +3,18 @@
 They are cut and moved with the tokens that they belong to.
 """
 
-from functools import cache
-
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FastKV, GemFilter, SnapKV
-from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.model.builds.catalogue import built
 from tests.integrations.model.builds.judge import apart
 from tests.reference import random_tokens
 
 ROWS = [random_tokens(1, 16), random_tokens(2, 11)]
-
-
-@cache
-def model(name: str) -> PreTrainedModel:
-    return builds()[name].model()
 
 
 def logits(name: str, rows: list[list[int | None]], policy: CachePolicy) -> Tensor:
@@ -30,10 +22,10 @@ def logits(name: str, rows: list[list[int | None]], policy: CachePolicy) -> Tens
     ids = torch.tensor([[token or 0 for token in row] for row in rows])
     mask = torch.tensor([[int(token is not None) for token in row] for row in rows])
     held = PolicyCache(policy)
-    with torch.no_grad(), held.attached(model(name)):
+    with torch.no_grad(), held.attached(built(name)):
         # As `generate` gives them: this outer model itself would count columns.
         places = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        said: Tensor = model(name)(
+        said: Tensor = built(name)(
             input_ids=ids, attention_mask=mask, position_ids=places, cache=held
         ).logits
     return said[:, -1]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvpolicy import CachePolicy, KVSelector, LayerContext, PropagationPolicy
+from kvpolicy import CachePolicy, LayerContext
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import (
@@ -26,8 +26,8 @@ from kvpolicy.policies import (
     StreamingLLM,
     WindowMaxPoolScorer,
 )
-from kvpolicy.selection import select_top
-from tests.integrations.support.conversation import left_padded
+from tests.integrations.support.conversation import left_padded, prompt
+from tests.integrations.support.reading import read
 from tests.reference import (
     FAMILIES,
     Act,
@@ -54,10 +54,6 @@ EVICTING = [
     Random(0.3, seed=1),
 ]
 NAMES = [type(policy).__name__ for policy in EVICTING]
-
-
-def prompt(length: int, seed: int = 0) -> Tensor:
-    return torch.tensor([random_tokens(seed, length)])
 
 
 def generate(model: PreTrainedModel, ids: Tensor, past: Any, **kwargs: Any) -> Any:
@@ -172,9 +168,7 @@ def test_after_prefill_the_bytes_held_are_those_of_the_kept(
     family: str, policy: CachePolicy
 ) -> None:
     model = tiny_model(family, seed=1)
-    cache = PolicyCache(policy)
-    with torch.no_grad(), cache.attached(model):
-        model(prompt(90), cache=cache)
+    cache, _ = read(model, policy, prompt(90))
     for layer in cache.layers:
         kept = layer.positions[0, 0].numel()
         assert kept == (90 if isinstance(policy, FullContext) else 27)
@@ -222,66 +216,6 @@ def test_saliency_is_computed_once_a_layer_and_only_where_needed() -> None:
     policy = CachePolicy(one, StreamingLLM().selector, fastkv.propagation)
     generate(model, prompt(60), PolicyCache(policy))
     assert one.calls == [1]
-
-
-@attrs.frozen
-class PerHeadSelector(KVSelector):
-    """Keeps 5 tokens in head 0 and 11 in head 1."""
-
-    @property
-    def protected_tail(self) -> int:
-        return 2
-
-    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        assert saliency is not None
-        kept = torch.full((context.batch, context.kv_heads, 11), -1)
-        means = saliency.unflatten(1, (context.kv_heads, -1)).mean(dim=2)
-        tail = self.protected(context)
-        for head, count in enumerate((5, 11)):
-            one = slice(head, head + 1)
-            kept[:, one, 11 - count :] = select_top(
-                means[:, one],
-                [count] * context.batch,
-                valid=context.valid[:, one],
-                protected=tail[:, one],
-            )
-        return kept
-
-
-@attrs.frozen
-class DropTwice(PropagationPolicy):
-    """Passes on every other token, after layers 0 and 2."""
-
-    @property
-    def needs_saliency(self) -> bool:
-        return False
-
-    def acting_layers(self, num_layers: int) -> frozenset[int]:
-        return frozenset({0, 2})
-
-    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        slots = torch.arange((context.new_len - 1) % 2, context.new_len, 2)
-        return slots.expand(context.batch, -1)
-
-
-def test_a_users_own_parts_with_unequal_heads_and_two_drops() -> None:
-    model = tiny_model("mistral", seed=5)
-    policy = CachePolicy(WindowMaxPoolScorer(2), PerHeadSelector(), DropTwice())
-    cache = PolicyCache(policy)
-    ids = prompt(61)
-    output = generate(model, ids, cache, do_sample=False)
-    kept = [
-        [[p for p in head if p >= 0] for head in layer.positions[0, :, :-8].tolist()]
-        for layer in cache.layers
-    ]
-    assert [len(head) for head in kept[0]] == [5, 11]
-    first, second = (cache.propagated[layer][0].tolist() for layer in (0, 2))
-    assert first == list(range(0, 61, 2))
-    assert second == list(range(0, 61, 4))
-    reached = [list(range(61)), first, first, second]
-    visible = visible_after([Act(0, 61, kept, reached)], query_heads=6, length=69)
-    dense = dense_masked_logits(model, output.sequences[0, :-1].tolist(), visible)
-    assert (torch.cat(output.logits) - dense[60:]).abs().max() < 1e-4
 
 
 def test_a_larger_budget_only_adds_tokens() -> None:

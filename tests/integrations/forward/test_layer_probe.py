@@ -22,9 +22,7 @@ from kvpolicy.policies import (
 from tests.integrations.support.asking import OutputScorer, TurnedBackScorer
 from tests.integrations.support.conversation import (
     FIRST_LENS,
-    assert_same,
-    expected_turns,
-    run_conversation,
+    assert_as_reference,
 )
 from tests.reference import Method, random_tokens, tiny_model
 from tests.reference.asking import Outputs, TurnedBack
@@ -57,11 +55,7 @@ def case(name: str, model: PreTrainedModel) -> tuple[CachePolicy, Method]:
 def test_against_the_reference(family: Any, rows: tuple[int, ...], name: str) -> None:
     model = tiny_model(family, seed=3)
     policy, method = case(name, model)
-    _, turns = run_conversation(model, policy, rows=rows)
-    for index, row in enumerate(rows):
-        expected = expected_turns(model, method, row)
-        for turn, want in zip(turns, expected, strict=True):
-            assert_same(turn, index, want)
+    assert_as_reference(model, policy, method, rows)
 
 
 @pytest.mark.parametrize("size", [13, 50])

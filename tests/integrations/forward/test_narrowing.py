@@ -1,12 +1,10 @@
 """Layers that run for the tokens that go on: same results, less computed."""
 
-import copy
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy, attention
@@ -18,14 +16,11 @@ from kvpolicy.policies import (
     FastKV,
     FullContext,
     GemFilter,
-    GQAGroupSelector,
     PyramidInfer,
     SnapKV,
-    StagedPropagation,
-    TokenSelectivePropagation,
-    WindowMaxPoolScorer,
 )
-from tests.integrations.support.conversation import left_padded
+from tests.integrations.support.conversation import METHODS, left_padded, prompt
+from tests.integrations.support.reading import Counts, read
 from tests.reference import random_tokens, tiny_model
 
 POLICIES: dict[str, CachePolicy] = {
@@ -36,50 +31,15 @@ POLICIES: dict[str, CachePolicy] = {
     "fastkv_last_layer": FastKV(tsp_layer=3, tsp_rate=0.5, retention_rate=0.3),
     "gemfilter": GemFilter(retention_rate=0.4),
     "pyramidinfer": PyramidInfer(recent_rate=0.1, decay_ratio=0.3, min_context=3),
-    "staged": CachePolicy(
-        WindowMaxPoolScorer(),
-        GQAGroupSelector(0.2),
-        StagedPropagation(
-            [
-                TokenSelectivePropagation(tsp_layer=0, tsp_rate=0.6),
-                TokenSelectivePropagation(tsp_layer=2, tsp_rate=0.3),
-            ],
-        ),
-    ),
+    "staged": METHODS["two_stages"][0],
 }
-
-
-class Counts:
-    """How many tokens each kind of module of each layer has computed."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.tokens: Counter[tuple[str, int]] = Counter()
-        for index, layer in enumerate(model.model.layers):
-            for name in ("q_proj", "o_proj"):
-                self._count(layer.self_attn.get_submodule(name), name, index)
-            self._count(layer.mlp, "mlp", index)
-
-    def _count(self, module: nn.Module, name: str, index: int) -> None:
-        def add(module: nn.Module, args: tuple[Tensor]) -> None:
-            self.tokens[name, index] += args[0].shape[1]
-
-        module.register_forward_pre_hook(add)
-
-    def of(self, name: str) -> list[int]:
-        return [self.tokens[name, index] for index in range(4)]
-
-
-def prompt(length: int = 60, seed: int = 0) -> Tensor:
-    return torch.tensor([random_tokens(seed, length)])
 
 
 @torch.no_grad()
 def test_the_dropping_layer_is_computed_for_what_goes_on() -> None:
     model = tiny_model("llama", seed=1)
     counts = Counts(model)
-    cache = PolicyCache(FastKV(tsp_layer=1, tsp_rate=0.5, retention_rate=0.3))
-    with cache.attached(model):
-        model(prompt(), cache=cache)
+    read(model, FastKV(tsp_layer=1, tsp_rate=0.5, retention_rate=0.3), prompt(60))
     assert counts.of("mlp") == counts.of("o_proj") == [60, 30, 30, 30]
     assert counts.of("q_proj") == [60, 90, 30, 30]
 
@@ -92,9 +52,7 @@ def test_the_last_layer_is_computed_for_the_logits_asked_for() -> None:
     ):
         model = tiny_model("llama", seed=1)
         counts = Counts(model)
-        cache = PolicyCache(policy)
-        with cache.attached(model):
-            logits = model(prompt(), cache=cache, logits_to_keep=3).logits
+        _, logits = read(model, policy, prompt(60), logits_to_keep=3)
         assert logits.shape[1] == 3
         assert counts.of("mlp") == mlp
 
@@ -104,9 +62,7 @@ def test_little_is_not_narrowed() -> None:
     """Where most tokens go on, running projections twice would cost more than it saves."""
     model = tiny_model("llama", seed=1)
     counts = Counts(model)
-    cache = PolicyCache(FastKV(tsp_layer=1, tsp_rate=0.8, retention_rate=0.3))
-    with cache.attached(model):
-        model(prompt(), cache=cache)
+    read(model, FastKV(tsp_layer=1, tsp_rate=0.8, retention_rate=0.3), prompt(60))
     assert counts.of("q_proj") == [60, 60, 48, 48]
 
 
@@ -116,7 +72,7 @@ def test_hidden_states_and_attentions_are_whole_where_asked_for() -> None:
     cache = PolicyCache(FastKV(tsp_layer=1, tsp_rate=0.5, retention_rate=0.3))
     with cache.attached(model):
         output = model(
-            prompt(),
+            prompt(60),
             cache=cache,
             logits_to_keep=1,
             output_hidden_states=True,
@@ -138,15 +94,14 @@ def test_a_failed_call_asks_nothing_of_the_next() -> None:
     with cache.attached(model):
         with pytest.raises(ValueError, match="attention_mask must be"):
             model(
-                prompt(),
+                prompt(60),
                 attention_mask=torch.ones(1, 3),
                 cache=cache,
                 logits_to_keep=1,
             )
-        assert model.model(prompt(), cache=cache).last_hidden_state.shape[1] == 60
+        assert model.model(prompt(60), cache=cache).last_hidden_state.shape[1] == 60
 
 
-@torch.no_grad()
 @torch.no_grad()
 @pytest.mark.parametrize("policy", [FullContext(), SnapKV(0.4), FastKV(tsp_rate=0.2)], ids=repr)
 def test_several_last_logits_are_those_of_the_last_columns(policy: CachePolicy) -> None:
@@ -171,6 +126,7 @@ def test_several_last_logits_are_those_of_the_last_columns(policy: CachePolicy) 
     torch.testing.assert_close(logits[5][read], logits[0][:, -5:][read], atol=1e-5, rtol=0)
 
 
+@torch.no_grad()
 def run(model: PreTrainedModel, policy: CachePolicy, padded: bool) -> tuple[list[Tensor], Any]:
     """Two turns and three decoded tokens in each; in the second, padding stands in the middle."""
     rows = [random_tokens(0, 60), random_tokens(1, 43)][: 1 + padded]
@@ -227,9 +183,7 @@ def test_no_mask_is_larger_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Visibility, "mask", record)
     monkeypatch.setitem(attention.BLOCK_BYTES, "cpu", 4096)
     model = tiny_model("llama", seed=1)
-    cache = PolicyCache(FastKV(tsp_rate=0.5, retention_rate=0.3))
-    with cache.attached(model):
-        model(prompt(1024), cache=cache)
+    read(model, FastKV(tsp_rate=0.5, retention_rate=0.3), prompt(1024))
     assert len(sizes) == 128  # 512 tokens, four at a time
     assert max(sizes) == 4096
     assert sum(sizes) < 0.6 * 512 * 1024  # later keys are not looked at
@@ -251,29 +205,3 @@ def test_a_short_second_turn_goes_on_whole(first: int, second: int, implementati
         do_sample=False,
     )
     assert cache.get_seq_length() == first + 5 + second + 4
-
-
-@torch.no_grad()
-def test_a_copy_knows_the_heads_of_the_layers() -> None:
-    model = tiny_model("llama", seed=1)
-    cache = PolicyCache(AdaKV(0.4))
-    with cache.attached(model):
-        model(prompt(), cache=cache)
-    copied = copy.deepcopy(cache)
-    logits = []
-    for each in (cache, copied):
-        with each.attached(model):
-            logits.append(model(prompt(3, seed=2), cache=each).logits)
-    assert torch.equal(*logits)
-
-
-@torch.no_grad()
-def test_rows_without_padding_need_no_mask() -> None:
-    model = tiny_model("llama", seed=1)
-    ids, mask = left_padded([random_tokens(0, 50), random_tokens(1, 31)])
-    cache = PolicyCache(SnapKV(0.4))
-    with cache.attached(model):
-        model(ids, attention_mask=mask, cache=cache)
-        cache.batch_select_indices(torch.tensor([0]))
-        model(ids[:1, :1], cache=cache)
-    assert cache.get_seq_length() == 51

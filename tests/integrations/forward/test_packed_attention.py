@@ -67,11 +67,6 @@ def test_against_loops(counts: list[tuple[int, int]], appended: int, group: int,
     assert torch.allclose(own, in_loops(query, held, 5**-0.5), atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Layers that have attended to what is packed, each with its entries."""

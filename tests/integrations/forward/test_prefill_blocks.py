@@ -23,6 +23,7 @@ from kvpolicy.policies import (
     StreamingLLM,
 )
 from tests.families import FAMILIES as BUILDS
+from tests.integrations.support.reading import assert_same_positions, read
 from tests.integrations.vision.models import FAMILIES as VISION
 from tests.integrations.vision.prompts import model_inputs
 from tests.integrations.vision.rows import first_parts
@@ -48,16 +49,6 @@ def prompt_of(length: int, seed: int = 3) -> Tensor:
 
 
 @torch.no_grad()
-def read(
-    model: Any, policy: CachePolicy, input_ids: Tensor, **given: Any
-) -> tuple[PolicyCache, Tensor]:
-    cache = PolicyCache(policy)
-    with cache.attached(model):
-        logits = model(input_ids, **{CACHE: cache}, **given).logits
-    return cache, logits
-
-
-@torch.no_grad()
 def in_turns(
     model: Any, policy: CachePolicy, ids: Tensor, sizes: list[int]
 ) -> tuple[PolicyCache, Tensor]:
@@ -70,18 +61,8 @@ def in_turns(
     return cache, torch.cat(logits, dim=1)
 
 
-def held(cache: PolicyCache) -> list[Tensor]:
-    found = []
-    for layer in cache.layers:
-        positions = layer.positions
-        assert positions is not None
-        found.append(positions)
-    return found
-
-
-def assert_same(one: PolicyCache, other: PolicyCache) -> None:
-    for first, second in zip(held(one), held(other), strict=True):
-        torch.testing.assert_close(first, second)
+def positions(cache: PolicyCache) -> list[Tensor]:
+    return [layer.positions for layer in cache.layers]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -91,13 +72,13 @@ def test_a_block_is_a_turn(name: str) -> None:
     cache, logits = read(model, kind(**given, prefill_block=BLOCK), ids)
     # Counted from the end: 9 and three times 16.
     other, expected = in_turns(model, kind(**given), ids, [9, BLOCK, BLOCK, BLOCK])
-    assert_same(cache, other)
+    assert_same_positions(cache, other)
     torch.testing.assert_close(logits, expected)
     whole, _ = read(model, kind(**given), ids)
     # The most recent tokens are the same either way.
     assert name == "gapless" or any(
         a.shape != b.shape or not torch.equal(a, b)
-        for a, b in zip(held(cache), held(whole), strict=True)
+        for a, b in zip(positions(cache), positions(whole), strict=True)
     )
 
 
@@ -119,7 +100,7 @@ def test_images(family: str) -> None:
     given = model_inputs(VISION[family], [[first_parts(family)[0]]])
     cache, logits = read(model, FullContext(prefill_block=7), **given)
     other, expected = read(model, FullContext(), **given)
-    assert_same(cache, other)
+    assert_same_positions(cache, other)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     kinds = [each._reader.now.tokens.kinds for each in (cache, other)]  # type: ignore[union-attr]
     assert kinds[0].equal(kinds[1])
@@ -132,14 +113,6 @@ def test_images_whose_tokens_see_each_other_are_refused(family: str) -> None:
         read(vision_model(family), FullContext(prefill_block=7), **given)
 
 
-def test_a_prompt_within_one_block_is_read_as_without() -> None:
-    model, ids = tiny_model("llama", seed=3), prompt_of(BLOCK)
-    cache, logits = read(model, SnapKV(0.4, window_size=4, prefill_block=BLOCK), ids)
-    other, expected = read(model, SnapKV(0.4, window_size=4), ids)
-    assert_same(cache, other)
-    torch.testing.assert_close(logits, expected)
-
-
 @pytest.mark.parametrize("name", ["snapkv", "keydiff", "fastkv", "replaykv"])
 def test_padded_rows_are_read_as_if_alone(name: str) -> None:
     kind, given = POLICIES[name]
@@ -150,11 +123,11 @@ def test_padded_rows_are_read_as_if_alone(name: str) -> None:
     mask = torch.cat(
         [torch.nn.functional.pad(torch.ones_like(row), (57 - row.shape[1], 0)) for row in rows]
     )
-    cache, logits = read(model, policy, ids, attention_mask=mask)
+    cache, logits = read(model, policy, ids, mask)
     for index, row in enumerate(rows):
         alone, expected = read(model, policy, row)
         torch.testing.assert_close(logits[index, -1], expected[0, -1], atol=1e-4, rtol=1e-4)
-        for many, one in zip(held(cache), held(alone), strict=True):
+        for many, one in zip(positions(cache), positions(alone), strict=True):
             own = [head[head >= 0].tolist() for head in many[index]]
             assert own == [head[head >= 0].tolist() for head in one[0]]
 
@@ -171,7 +144,7 @@ def test_chunks_of_the_caller_change_nothing(name: str, size: int) -> None:
         other.start_turn(prompt_len=57)
         for piece in ids.split(size, dim=1):
             last = model(piece, **{CACHE: other}).logits
-    assert_same(cache, other)
+    assert_same_positions(cache, other)
     assert last is not None
     torch.testing.assert_close(last[:, -1], logits[:, -1])
 
@@ -222,7 +195,7 @@ def test_memory_is_bounded_in_prefill() -> None:
     with Attended():
         cache, _ = read(model, KeyDiff(retention_tokens=12, prefill_block=BLOCK), ids)
     assert max(seen) == 12 + BLOCK
-    assert {each.shape[2] for each in held(cache)} == {12}
+    assert {each.shape[2] for each in positions(cache)} == {12}
 
 
 def test_read_together_reads_blocks_alone() -> None:
@@ -235,7 +208,7 @@ def test_read_together_reads_blocks_alone() -> None:
     caches = read_together(model, ids, policies)
     for name, policy in policies.items():
         cache, logits = read(model, policy, ids)
-        assert_same(caches[name], cache)
+        assert_same_positions(caches[name], cache)
         torch.testing.assert_close(caches.logits[name], logits[:, -1], atol=1e-5, rtol=1e-5)
 
 
@@ -264,7 +237,7 @@ def test_a_block_that_fails_undoes_the_prompt() -> None:
     handle.remove()
     with torch.no_grad(), cache.attached(model):
         model(ids, **{CACHE: cache})
-    assert_same(cache, read(model, policy, ids)[0])
+    assert_same_positions(cache, read(model, policy, ids)[0])
 
 
 def test_what_is_refused() -> None:

@@ -1,12 +1,11 @@
 """Policies that restart the prefill: what is computed, and the cache in use."""
 
-from collections import Counter
 from typing import Any
 
 import attrs
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy import CachePolicy, LayerContext, PropagationPolicy
@@ -16,28 +15,16 @@ from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.layer_inputs import AttentionSettings
 from kvpolicy.policies import (
     GemFilter,
-    GQAGroupSelector,
     KeepAllSelector,
     LastQueryProductScorer,
-    RestartPropagation,
-    SnapKV,
-    WindowMaxPoolScorer,
 )
 from kvpolicy.selection import compress
 from tests.integrations.model.builds.catalogue import builds
-from tests.integrations.support.conversation import left_padded
+from tests.integrations.support.conversation import left_padded, prompt
+from tests.integrations.support.reading import Counts, read
 from tests.reference import random_tokens, tiny_model
 
 GEM = GemFilter(filter_layer=2, retention_rate=0.3)
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
-
-
-def prompt(length: int, seed: int = 0) -> Tensor:
-    return torch.tensor([random_tokens(seed, length)])
 
 
 def tokens_of(model: PreTrainedModel, ids: Tensor, cache: Any, **kwargs: Any) -> list[int]:
@@ -46,29 +33,10 @@ def tokens_of(model: PreTrainedModel, ids: Tensor, cache: Any, **kwargs: Any) ->
     return output[0, ids.shape[1] :].tolist()
 
 
-class Counts:
-    """How many tokens each kind of module of each layer has computed."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.tokens: Counter[tuple[str, int]] = Counter()
-        for index, layer in enumerate(model.model.layers):
-            for name in ("q_proj", "k_proj", "o_proj"):
-                self._count(layer.self_attn.get_submodule(name), name, index)
-            self._count(layer.mlp, "mlp", index)
-
-    def _count(self, module: nn.Module, name: str, index: int) -> None:
-        def add(module: nn.Module, args: tuple[Tensor]) -> None:
-            self.tokens[name, index] += args[0].shape[1]
-
-        module.register_forward_pre_hook(add)
-
-
 def test_the_first_pass_computes_nothing_that_it_does_not_need() -> None:
     model = tiny_model("llama", seed=1)
     counts = Counts(model)
-    cache = PolicyCache(GEM)
-    with torch.no_grad(), cache.attached(model):
-        model(prompt(60), cache=cache)
+    read(model, GEM, prompt(60))
     for layer in range(len(model.model.layers)):
         projected = 60 * (layer <= 2) + 18
         completed = 60 * (layer < 2) + 18
@@ -97,42 +65,6 @@ def test_positions_that_do_not_start_at_0_are_refused() -> None:
         assert cache.get_seq_length() == 40
 
 
-def test_generation_is_that_of_the_chosen_tokens_alone(model: PreTrainedModel) -> None:
-    cache = PolicyCache(GEM)
-    ids = prompt(60)
-    tokens = tokens_of(model, ids, cache)
-    chosen = cache.propagated[2][0]
-    assert len(chosen) == 18
-    assert chosen[-1] == 59
-    alone = ids[:, chosen]
-    assert tokens == model.generate(alone, max_new_tokens=7, do_sample=False)[0, 18:].tolist()
-    assert cache.get_seq_length() == 66
-    for layer in cache.layers:
-        assert layer.positions[0, 0].tolist() == [*chosen.tolist(), *range(60, 66)]
-
-
-@torch.no_grad()
-def test_a_loop_by_hand_gives_what_generate_gives_over_two_turns(model: PreTrainedModel) -> None:
-    automatic, manual = PolicyCache(GEM), PolicyCache(GEM)
-    ids = prompt(60)
-    first = tokens_of(model, ids, automatic)
-    whole = torch.cat([ids, torch.tensor([first]), prompt(70, seed=2)], dim=1)
-    second = tokens_of(model, whole, automatic)
-    for given in (False, True):  # whether the caller gives position_ids, as generate does
-        manual.reset()
-        with manual.attached(model):
-            for new, expected in ((ids, first), (whole[:, 66:], second)):
-                manual.start_turn()
-                for step in range(7):
-                    seen = manual.get_seq_length()
-                    at = torch.arange(seen, seen + new.shape[1])[None] if given else None
-                    output = model(new, cache=manual, position_ids=at)
-                    new = output.logits[:, -1:].argmax(-1)
-                    assert int(new) == expected[step]
-    for one, other in zip(automatic.layers, manual.layers, strict=True):
-        assert torch.equal(one.positions, other.positions)
-
-
 def test_hidden_states_are_those_of_the_second_pass(model: PreTrainedModel) -> None:
     ids, mask = left_padded([random_tokens(0, 60), random_tokens(1, 40)])
     cache = PolicyCache(GEM)
@@ -143,39 +75,6 @@ def test_hidden_states_are_those_of_the_second_pass(model: PreTrainedModel) -> N
     assert (chosen[1] < 0).tolist() == [True] * 6 + [False] * 12
     embedded = model.get_input_embeddings()(ids[0, chosen[0]])
     assert torch.equal(output.hidden_states[0][0], embedded)
-
-
-def test_a_short_prompt_goes_on_whole(model: PreTrainedModel) -> None:
-    cache = PolicyCache(GemFilter(retention_tokens=100))
-    full = model.generate(prompt(40), max_new_tokens=7, do_sample=False)[0, 40:].tolist()
-    assert tokens_of(model, prompt(40), cache) == full
-    assert cache.propagated == {}
-
-
-def test_the_first_tokens_can_be_protected(model: PreTrainedModel) -> None:
-    cache = PolicyCache(GemFilter(retention_tokens=9, protect=6))
-    tokens_of(model, prompt(60), cache)
-    (chosen,) = cache.propagated.values()
-    assert chosen[0, :6].tolist() == list(range(6))
-    assert chosen.shape[1] == 9
-
-
-def test_a_restart_under_a_selector_that_evicts(model: PreTrainedModel) -> None:
-    """The second pass is an ordinary prefill of the chosen tokens."""
-    policy = CachePolicy(
-        WindowMaxPoolScorer(4, kernel_size=3),
-        GQAGroupSelector(retention_tokens=10, window_size=4),
-        RestartPropagation(filter_layer=1, retention_tokens=30, window_size=4),
-    )
-    cache = PolicyCache(policy)
-    ids = prompt(60)
-    tokens = tokens_of(model, ids, cache)
-    chosen = cache.propagated[1][0]
-    plain = PolicyCache(SnapKV(retention_tokens=10, window_size=4, kernel_size=3))
-    assert tokens_of(model, ids[:, chosen], plain) == tokens
-    for layer, alone in zip(cache.layers, plain.layers, strict=True):
-        held = alone.positions[0, :, :10]
-        assert torch.equal(layer.positions[0, :, :10], chosen[held])
 
 
 @attrs.frozen

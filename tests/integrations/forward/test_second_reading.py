@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from kvpolicy.policies import (
 from tests.families import FAMILIES
 from tests.integrations.hybrids.models import hybrid
 from tests.integrations.support.conversation import left_padded
+from tests.integrations.support.reading import assert_same_positions, read
 from tests.reference import random_tokens, tiny_model
 from tests.reference.attention import Entry
 from tests.reference.together import Together
@@ -158,32 +160,6 @@ def llama() -> PreTrainedModel:
     return tiny_model("llama", seed=3)
 
 
-def generated(store: PolicyCache, **options: Any) -> tuple[list[int], list[Any]]:
-    ids = torch.tensor([random_tokens(1, 45)])
-    out = llama().generate(ids, cache=store, max_new_tokens=9, do_sample=False, **options)
-    kept = [
-        [[p for p in head if 0 <= p < 45] for head in layer.positions[0].tolist()]
-        for layer in store.layers
-    ]
-    return out[0, 45:].tolist(), kept
-
-
-def test_a_composition_with_a_reading_is_saved_too(tmp_path: Any) -> None:
-    store = PolicyCache(POLICY)
-    generated(store)
-    store.save(tmp_path / "cache.safetensors")
-    assert PolicyCache.load(tmp_path / "cache.safetensors").policy == POLICY
-
-
-def test_only_what_is_kept_is_counted() -> None:
-    store = PolicyCache(KVzip(0.3, chunk_size=17, num_sinks=0))
-    with torch.no_grad(), store.attached(llama()):
-        llama()(torch.tensor([random_tokens(1, 40)]), cache=store)
-    kept = sum(int((layer.positions >= 0).sum()) for layer in store.layers)
-    assert kept == 4 * 2 * 12  # layers, KV heads, 0.3 of 40 tokens
-    assert sum(layer.kept for layer in store.report().layers) * 2 == pytest.approx(kept)
-
-
 def test_a_prompt_that_is_all_system_prompt() -> None:
     """There is nothing to repeat, and nothing to score."""
     ids = torch.tensor([random_tokens(1, 20)])
@@ -207,38 +183,24 @@ class Breaks(PeakAttentionScorer):
         return super().score(context)
 
 
-def test_a_failure_is_undone() -> None:
-    policy = CachePolicy(
-        Breaks(), GlobalThresholdSelector(0.3), PassAllPropagation(), rereading=Repetition(17)
-    )
-    store, ids = PolicyCache(policy), torch.tensor([random_tokens(1, 45)])
-    with pytest.raises(KeyboardInterrupt):
-        llama().generate(ids, cache=store, max_new_tokens=2, do_sample=False)
-    assert store.get_seq_length() == 0
-    assert all(layer.kept_len == 0 for layer in store.layers)
-    assert not llama().model._forward_hooks
-    fresh = PolicyCache(attrs_like(policy))
-    assert generated(store) == generated(fresh)
-
-
-def attrs_like(policy: CachePolicy) -> CachePolicy:
-    return CachePolicy(
-        PeakAttentionScorer(), policy.selector, policy.propagation, rereading=policy.rereading
-    )
-
-
-def test_a_failure_in_a_call_of_the_decoder_alone_is_undone() -> None:
+@pytest.mark.parametrize("of_decoder", [False, True])
+def test_a_failure_is_undone(of_decoder: bool) -> None:
+    """Also in a call of the decoder alone."""
     Breaks.calls = 0
     policy = CachePolicy(
         Breaks(), GlobalThresholdSelector(0.3), PassAllPropagation(), rereading=Repetition(17)
     )
     store, ids = PolicyCache(policy), torch.tensor([random_tokens(1, 45)])
+    module = llama().model if of_decoder else llama()
     with torch.no_grad(), store.attached(llama()):
         with pytest.raises(KeyboardInterrupt):
-            llama().model(ids, cache=store)
+            module(ids, cache=store)
         assert store.get_seq_length() == 0
-        llama().model(ids, cache=store)
-    assert store.get_seq_length() == 45
+        assert all(layer.kept_len == 0 for layer in store.layers)
+        module(ids, cache=store)
+    assert not llama().model._forward_hooks
+    fresh = attrs.evolve(policy, scorer=PeakAttentionScorer())
+    assert_same_positions(store, read(llama(), fresh, ids)[0])
 
 
 def test_embeddings_are_refused() -> None:

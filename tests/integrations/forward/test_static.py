@@ -20,26 +20,19 @@ from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, Qu
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.packed import Packed
 from kvpolicy.integrations.transformers.surface import CACHE
-from kvpolicy.policies import TOVA, FastKV, SnapKV
+from kvpolicy.policies import TOVA, SnapKV
 from tests.integrations.model.test_families import SUPPORTED, UNSEEN, model_of, suited
+from tests.integrations.support.reading import Interrupted
 from tests.integrations.test_generation import assert_same_state
 from tests.integrations.test_robustness import (
     POLICIES,
-    Interrupted,
     batch_of,
     continued,
-    failing,
-    marks_on,
 )
 from tests.reference import tiny_model
 
 ROOM = 12
 SNAPKV = SnapKV(retention_tokens=16)
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
 
 
 class Counting:
@@ -271,21 +264,6 @@ def test_a_streamer_sees_the_cache_as_it_is(model: PreTrainedModel) -> None:
     assert [kept for _, kept, _ in seen] == list(range(16, 24))
 
 
-@pytest.mark.parametrize("part", ["self_attn", "self_attn.o_proj", "mlp"])
-@pytest.mark.parametrize("layer", [0, 2])
-def test_a_failing_step_is_taken_back(model: PreTrainedModel, part: str, layer: int) -> None:
-    before = marks_on(model)
-    cache, twin = PolicyCache(SNAPKV, max_new_tokens=ROOM), PolicyCache(SNAPKV)
-    given = batch_of(60, 35)
-    with failing(model, f"layers.{layer}.{part}", 4, Interrupted), pytest.raises(Interrupted):
-        generate(model, cache, given)
-    assert marks_on(model) == before
-    want = generate(model, twin, given, max_new_tokens=3)  # the prompt and two tokens
-    assert_same_state(cache, twin)
-    said = continued(want.sequences[:, :-1], given["attention_mask"], 20, 9)
-    assert_same(generate(model, twin, said), generate(model, cache, said))
-
-
 @pytest.mark.parametrize(
     ("every", "criteria", "compiled"),
     [
@@ -329,26 +307,3 @@ def test_the_ids_of_an_interrupted_answer_are_known(
         ids = each._reader.tokens.ids
         assert ids.shape[1] >= 63
         assert torch.equal(ids, whole[:, : ids.shape[1]])
-
-
-def test_appending_by_hand_uses_the_room_and_goes_beyond(model: PreTrainedModel) -> None:
-    fixed, grows = PolicyCache(SNAPKV, max_new_tokens=4), PolicyCache(SNAPKV)
-    given = batch_of(50)
-    with torch.no_grad():
-        for cache in (fixed, grows):
-            with cache.attached(model):
-                model(given["inputs"], cache=cache)
-                for token in range(1, 9):
-                    model(torch.tensor([[token]]), cache=cache)
-    assert_same_state(fixed, grows)
-
-
-def test_a_generation_more_in_the_same_room(model: PreTrainedModel) -> None:
-    """Attached from outside, and used again after reset, a copy, and a loaded file."""
-    cache, given = PolicyCache(FastKV(tsp_rate=0.5), max_new_tokens=ROOM), batch_of(60, 35)
-    before = marks_on(model)
-    with cache.attached(model):
-        first = generate(model, cache, given)
-        cache.reset()
-        assert_same(first, generate(model, cache, given))
-    assert marks_on(model) == before

@@ -20,18 +20,16 @@ from tests.integrations.forward.test_static import (
     backend,
     everywhere,
     generate,
-    model,
 )
+from tests.integrations.support.reading import Interrupted, marks_on
 from tests.integrations.test_generation import assert_same_state
 from tests.integrations.test_robustness import (
-    Interrupted,
     batch_of,
     continued,
     failing,
-    marks_on,
 )
 
-__all__ = ["backend", "model"]  # fixtures
+__all__ = ["backend"]  # a fixture
 
 Act = Callable[[PolicyCache, PreTrainedModel], Any]
 # What a user's code may do with a cache between two tokens, and the error that comes of it.

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from kvpolicy import CachePolicy, Repetition
 from kvpolicy.policies import (
     GlobalThresholdSelector,
-    GQAGroupSelector,
     KVzip,
     PassAllPropagation,
     PeakAttentionScorer,
@@ -19,28 +18,21 @@ from kvpolicy.policies import (
     WindowMaxPoolScorer,
 )
 from tests.integrations.support.conversation import (
-    FIRST_LENS,
     TOLERANCE,
-    assert_same,
     expected_turns,
     run_conversation,
 )
 from tests.reference import (
-    FAMILIES,
     DroppingReplay,
     FastKV,
     Method,
-    ReferenceState,
     Repeat,
     Replay,
     SnapKV,
     Together,
     TogetherState,
-    TurnResult,
     tiny_model,
 )
-
-ALL_ROWS = tuple(range(len(FIRST_LENS)))
 
 WORDS = {"instruction_ids": (7, 8, 9), "later_ids": (11, 12), "answer_ids": (13,)}
 
@@ -197,46 +189,15 @@ METHODS: dict[str, tuple[CachePolicy, Together]] = {
 
 
 @cache
-def model_of(family: str, implementation: str = "sdpa") -> PreTrainedModel:
-    return tiny_model(family, seed=3, attn_implementation=implementation)  # type: ignore[arg-type]
-
-
-def expected(model: PreTrainedModel, method: Together, row: int) -> tuple[TurnResult, ...]:
-    state: type[ReferenceState] = TogetherState
-    return expected_turns(model, cast(Method, method), row, state_class=state)
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        (family, name)
-        for name in METHODS
-        for family in (
-            FAMILIES if name in ("threshold", "kvzip", "replaykv") else ("llama", "qwen3")
-        )
-    ],
-)
-def test_padded_batch_over_two_turns(family: str, name: str) -> None:
-    policy, method = METHODS[name]
-    model = model_of(family)
-    _, turns = run_conversation(model, policy, rows=ALL_ROWS)
-    for row in ALL_ROWS:
-        for turn, wanted in zip(turns, expected(model, method, row), strict=True):
-            assert_same(turn, row, wanted)
-
-
-@pytest.mark.parametrize("name", ["threshold", "kvzip", "replaykv"])
-def test_one_row_under_eager_attention(name: str) -> None:
-    policy, method = METHODS[name]
-    _, turns = run_conversation(model_of("llama", "eager"), policy, rows=(1,))
-    for turn, wanted in zip(turns, expected(model_of("llama"), method, 1), strict=True):
-        assert_same(turn, 0, wanted)
+def llama() -> PreTrainedModel:
+    return tiny_model("llama", seed=3)
 
 
 @pytest.mark.parametrize("name", ["threshold", "kvzip", "replaykv"])
 def test_layers_and_heads_keep_unlike_numbers(name: str) -> None:
     """The tests above could not pass with a budget for every head."""
-    wanted = expected(model_of("llama"), METHODS[name][1], 0)[0]
+    method = cast(Method, METHODS[name][1])
+    wanted = expected_turns(llama(), method, 0, state_class=TogetherState)[0]
     per_layer = {sum(map(len, layer)) for layer in wanted.kept}
     assert len(per_layer) > 1
     assert any(len(set(map(len, layer))) > 1 for layer in wanted.kept)
@@ -246,11 +207,7 @@ def test_what_is_repeated_decides() -> None:
     """The prompt's own attention, by the same rule, keeps other tokens."""
     again = METHODS["kvzip"][0]
     once = CachePolicy(again.scorer, again.selector, again.propagation)
-    found = [run_conversation(model_of("llama"), each, rows=(0,))[1][0] for each in (again, once)]
+    found = [run_conversation(llama(), each, rows=(0,))[1][0] for each in (again, once)]
     assert found[0].kept != found[1].kept
     # The prompt's last token is predicted from the first reading: nothing was evicted then.
     assert (found[0].logits[0, 0] - found[1].logits[0, 0]).abs().max() <= TOLERANCE
-
-
-def test_one_selector_for_each_head_of_its_own() -> None:
-    assert isinstance(METHODS["kvzip_uniform"][0].selector, GQAGroupSelector)

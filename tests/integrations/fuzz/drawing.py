@@ -56,13 +56,7 @@ def windowed(shape: tuple[Any, ...], windows: tuple[int | None, ...]) -> PreTrai
 
 @attrs.frozen
 class Situation:
-    """A model, and a policy with its reference; the models are built when they are asked for.
-
-    Attributes:
-        shape: arguments of `built`.
-        windows: sliding windows of the layers; None where a layer sees all.
-        bound: how the policy bounds answers, for the reference; None where it does not.
-    """
+    """A model, and a policy with its reference; the models are built when they are asked for."""
 
     shape: tuple[Any, ...]
     windows: tuple[int | None, ...]

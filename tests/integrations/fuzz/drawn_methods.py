@@ -43,14 +43,7 @@ class Random(Scored):
 
 @dataclass(frozen=True)
 class Ranked:
-    """A score's highest, with any budget and with first tokens that always stay.
-
-    Attributes:
-        scored: gives the score.
-        amount: the budget.
-        window_size: last entries, always kept.
-        protect: positions always kept.
-    """
+    """A score's highest, with any budget and with first tokens that always stay."""
 
     scored: Scored
     amount: Amount
@@ -111,13 +104,7 @@ class SinksHeld:
 
 @dataclass(frozen=True)
 class Dropping:
-    """Any way to keep, and tokens dropped after some layers by the saliency of a window.
-
-    Attributes:
-        keeps: what each layer keeps.
-        observes: whose saliency decides what goes on.
-        stages: pairs of a layer and the budget of what goes on after it.
-    """
+    """Any way to keep, and tokens dropped after some layers by the saliency of a window."""
 
     keeps: Method
     observes: SnapKV
@@ -135,12 +122,7 @@ class Dropping:
 
 @dataclass(frozen=True)
 class Restarting(GemFilter):
-    """A restart on fewer tokens, after which the second pass evicts.
-
-    Attributes:
-        keeps: what each layer keeps of the second pass.
-        observes: whose saliency chooses the tokens of the second pass; None is `GemFilter`'s.
-    """
+    """A restart on fewer tokens, after which the second pass evicts."""
 
     keeps: Method = field(kw_only=True)
     observes: SnapKV | None = field(default=None, kw_only=True)

@@ -6,7 +6,6 @@ own, and these against the model's own dense attention.
 
 import tempfile
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import attrs
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
@@ -32,10 +30,10 @@ from kvpolicy.policies import (
     StreamingLLM,
 )
 from tests.integrations.fuzz.drawn_policies import RATES
-from tests.integrations.fuzz.side_by_side import Interrupted
-from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.model.builds.catalogue import built
 from tests.integrations.support.alone import BesideAlone
 from tests.integrations.support.comparison import Columns
+from tests.integrations.support.reading import Interrupted
 from tests.integrations.support.reading_both import Call
 from tests.reference import random_tokens
 
@@ -78,11 +76,6 @@ KINDS: dict[str, Kind] = {
 }
 
 
-@cache
-def built(name: str) -> PreTrainedModel:
-    return builds()[name].model()
-
-
 @st.composite
 def policies(draw: st.DrawFn, kind: Kind, bounded: bool) -> CachePolicy:
     """Policies that the kind takes; with a bound on answers if they are to be ``bounded``."""
@@ -109,12 +102,7 @@ def may_append(machine: "KindConversation") -> bool:
 
 
 class KindConversation(RuleBasedStateMachine):
-    """One model, one policy, one batch.
-
-    Args:
-        name: of the kind, of `KINDS`.
-        bounded: whether its answers are.
-    """
+    """One model, one policy, one batch."""
 
     side: BesideAlone
 

@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvpolicy.integrations.transformers import OffloadedStorage, PlainStorage, PolicyCache
 from tests.integrations.fuzz.drawing import drawn_rows, situations
-from tests.integrations.fuzz.side_by_side import Interrupted, SideBySide
+from tests.integrations.fuzz.side_by_side import SideBySide
 from tests.integrations.support.comparison import NearTieError
+from tests.integrations.support.reading import Interrupted
 from tests.integrations.support.reading_both import Call
 
 CALLS = st.builds(
@@ -43,12 +44,7 @@ def has_appended(machine: "Conversation") -> bool:
 
 
 class Conversation(RuleBasedStateMachine):
-    """One model, one policy, one cache; after every action all of it is compared.
-
-    Args:
-        kind: of the policy, one of `drawing.KINDS`.
-        bounded: whether it evicts while it decodes.
-    """
+    """One model, one policy, one cache; after every action all of it is compared."""
 
     side: SideBySide
 

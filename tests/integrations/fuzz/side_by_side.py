@@ -20,17 +20,9 @@ from tests.integrations.support.reading_both import Call, ReadingBoth
 from tests.reference import PAD_TOKEN_ID
 
 
-class Interrupted(BaseException):
-    """Like KeyboardInterrupt, which hooks that run on failure do not see."""
-
-
 @attrs.define
 class Said:
-    """A streamer that remembers an answer.
-
-    Attributes:
-        tokens: by step those of all rows.
-    """
+    """A streamer that remembers an answer."""
 
     tokens: list[list[int]] = attrs.field(factory=list)
     _prompted: bool = False
@@ -75,12 +67,7 @@ class SideBySide(ReadingBoth):
         self.columns = [list(columns) for columns in self.columns for _ in range(times)]
 
     def fork(self, how: str, *, take_copy: bool) -> None:
-        """Copies the cache, spoils one of the two and goes on with the other.
-
-        Args:
-            how: the copy is made by.
-            take_copy: whether to go on with the copy.
-        """
+        """Copies the cache, spoils one of the two and goes on with the other."""
         copied = {
             "copy": copy.copy,
             "deepcopy": copy.deepcopy,
@@ -167,17 +154,7 @@ class SideBySide(ReadingBoth):
         count: int,
         error: Any,
     ) -> None:
-        """A turn by `generate` that fails while it answers: what was read before is there.
-
-        Args:
-            new: the prompt.
-            ended: see `prompt`.
-            place: a module of the layer.
-            layer: index of the layer.
-            step: which token of the answer is not read, from 1.
-            count: tokens to generate at most.
-            error: what is raised.
-        """
+        """A turn by `generate` that fails while it answers: what was read before is there."""
         self._act(new, ended)
         whole, mask = tensors(self.columns)
         said = Said()
@@ -206,13 +183,7 @@ class SideBySide(ReadingBoth):
         self._fed_one_by_one(columns or [[] for _ in self.rows], unread)
 
     def search(self, new: Columns, *, count: int, beams: int) -> None:
-        """Beam search by a copy, whose answers are as likely as the reference says.
-
-        Args:
-            new: the prompt.
-            count: tokens of an answer.
-            beams: hypotheses that are followed.
-        """
+        """Beam search by a copy, whose answers are as likely as the reference says."""
         before = self.columns or [[] for _ in new]
         ids, mask = tensors([[*a, *b] for a, b in zip(before, new, strict=True)])
         searched = copy.deepcopy(self.cache)

@@ -33,6 +33,7 @@ from tests.integrations.fuzz.drawn_policies import KINDS
 from tests.integrations.fuzz.kinds_machine import WINDOWS
 from tests.integrations.fuzz.machine import Conversation
 from tests.integrations.fuzz.side_by_side import SideBySide
+from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.support.bounded_row import Bound, Summed
 from tests.integrations.support.reading_both import Call
 from tests.integrations.test_generation import CHUNKS_GO_ON
@@ -85,7 +86,7 @@ def test_drops_after_windows_are_refused(name: str) -> None:
     """What the conversations leave out, before anything is read."""
     for build in kinds_machine.KINDS[name].names:
         cache = PolicyCache(policies.PyramidInfer(min_context=4, decay_ratio=0.3))
-        model = kinds_machine.built(build)
+        model = builds()[build].model()
         message = "layers after which PyramidPropagation.* drops tokens must"
         with pytest.raises(UnsupportedModelError, match=message), cache.attached(model):
             model(torch.arange(5, 25)[None], cache=cache)

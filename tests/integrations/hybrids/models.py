@@ -73,14 +73,6 @@ def tokens(seed: int, count: int) -> list[int]:
     return torch.randint(1, FIRST_SPECIAL_ID - 1, (count,), generator=generator).tolist()
 
 
-def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Ids and mask of rows padded on the left."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask
-
-
 def generate(
     model: PreTrainedModel, store: Any, ids: Tensor, mask: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:

@@ -27,8 +27,7 @@ from tests.integrations.support.conversation import (
     TOLERANCE,
     Lengths,
     Turn,
-    assert_same,
-    expected_turns,
+    assert_as_reference,
     left_padded,
     run_conversation,
     run_turn,
@@ -90,25 +89,15 @@ def model_of(layer_types: tuple[str, ...], implementation: str = "sdpa") -> PreT
 
 @pytest.mark.parametrize("name", ALLOWED)
 def test_padded_batch_over_two_turns(name: str) -> None:
-    policy, method = METHODS[name]
-    model = model_of(ATTENDING_FIRST)
-    _, turns = run_conversation(model, policy, ALL_ROWS, LENGTHS)
-    for row in ALL_ROWS:
-        expected = expected_turns(model, method, row, LENGTHS, HybridState)
-        for turn, of_row in zip(turns, expected, strict=True):
-            assert_same(turn, row, of_row)
+    assert_as_reference(model_of(ATTENDING_FIRST), *METHODS[name], ALL_ROWS, LENGTHS, HybridState)
 
 
 @pytest.mark.parametrize("name", DROPPING)
 def test_rows_of_one_length_drop_in_both_turns(name: str) -> None:
-    policy, method = DROPPING[name]
-    model = model_of(RECURRENT_FIRST)
-    _, turns = run_conversation(model, policy, (0, 1), ALIKE)
-    for row in range(2):
-        expected = expected_turns(model, method, row, ALIKE, HybridState)
-        for turn, of_row in zip(turns, expected, strict=True):
-            assert_same(turn, row, of_row)
-            assert of_row.propagated
+    turns = assert_as_reference(
+        model_of(RECURRENT_FIRST), *DROPPING[name], (0, 1), ALIKE, HybridState
+    )
+    assert all(turn.propagated for turn in turns)
 
 
 STAGED: dict[str, tuple[CachePolicy, Method]] = {
@@ -124,14 +113,10 @@ STAGED: dict[str, tuple[CachePolicy, Method]] = {
 
 @pytest.mark.parametrize("name", STAGED)
 def test_default_stages_act_after_attending_layers_of_their_own(name: str) -> None:
-    policy, method = STAGED[name]
-    model = model_of(THREE_ATTENDING)
-    _, turns = run_conversation(model, policy, (0, 1), ALIKE)
-    for row in range(2):
-        expected = expected_turns(model, method, row, ALIKE, HybridState)
-        for turn, of_row in zip(turns, expected, strict=True):
-            assert_same(turn, row, of_row)
-        assert set(expected[0].propagated) == {0, 2, 4}
+    turns = assert_as_reference(
+        model_of(THREE_ATTENDING), *STAGED[name], (0, 1), ALIKE, HybridState
+    )
+    assert set(turns[0].propagated) == {0, 2, 4}
 
 
 @pytest.mark.parametrize("name", STAGED)
@@ -163,12 +148,8 @@ def test_votes_are_those_of_the_last_layers_that_attend() -> None:
     )
     method = reference.CLAA(0.25, 4, 3, tsp_layer=4, tsp_rate=0.4, voting_layers=2, whole_layers=1)
     model = model_of(THREE_ATTENDING)
-    _, turns = run_conversation(model, policy, (0, 1), ALIKE)
-    for row in range(2):
-        expected = expected_turns(model, method, row, ALIKE, HybridState)
-        for turn, of_row in zip(turns, expected, strict=True):
-            assert_same(turn, row, of_row)
-            assert of_row.propagated
+    turns = assert_as_reference(model, policy, method, (0, 1), ALIKE, HybridState)
+    assert all(turn.propagated for turn in turns)
 
 
 @pytest.mark.parametrize("attending", [(3, 7), (1, 5), (0, 6), (7,)], ids=str)
@@ -184,21 +165,16 @@ def test_defaults_take_the_layer_nearest_to_half_depth(
 
 @pytest.mark.parametrize("row", ALL_ROWS)
 def test_blocks_by_content_in_rows_alone(row: int) -> None:
-    policy, method = METHODS["uniprefill"]
-    _, turns = run_conversation(model_of(ATTENDING_FIRST), policy, (row,), LENGTHS)
-    expected = expected_turns(model_of(ATTENDING_FIRST), method, row, LENGTHS, HybridState)
-    for turn, of_row in zip(turns, expected, strict=True):
-        assert_same(turn, 0, of_row)
-    assert expected[0].propagated
+    turns = assert_as_reference(
+        model_of(ATTENDING_FIRST), *METHODS["uniprefill"], (row,), LENGTHS, HybridState
+    )
+    assert turns[0].propagated
 
 
 @pytest.mark.parametrize("name", ["snapkv", "fastkv"])
 def test_single_row_with_eager_attention(name: str) -> None:
-    policy, method = METHODS[name]
-    _, turns = run_conversation(model_of(ATTENDING_FIRST, "eager"), policy, (1,), LENGTHS)
-    expected = expected_turns(model_of(ATTENDING_FIRST), method, 1, LENGTHS, HybridState)
-    for turn, of_row in zip(turns, expected, strict=True):
-        assert_same(turn, 0, of_row)
+    model = model_of(ATTENDING_FIRST, "eager")
+    assert_as_reference(model, *METHODS[name], (1,), LENGTHS, HybridState)
 
 
 @pytest.mark.parametrize("name", ["fastkv", "two_stages", "gemfilter", "uniprefill"])

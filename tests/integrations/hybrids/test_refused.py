@@ -20,13 +20,13 @@ from tests.integrations.hybrids.models import (
     OWN_CACHE,
     generate,
     hybrid,
-    padded,
     same,
     states_of,
     tokens,
 )
 from tests.integrations.model.builds.catalogue import Build, builds
 from tests.integrations.model.builds.judge import Judge
+from tests.integrations.support.conversation import left_padded
 from tests.integrations.support.versions import OLD
 
 ROWS = [tokens(0, 47), tokens(1, 31)]
@@ -34,7 +34,7 @@ ROWS = [tokens(0, 47), tokens(1, 31)]
 
 @pytest.mark.parametrize("name", KINDS)
 def test_padding_between_turns(name: str) -> None:
-    model, (ids, mask) = hybrid(name), padded(ROWS)
+    model, (ids, mask) = hybrid(name), left_padded(ROWS)
     cache = PolicyCache(SnapKV(0.4, window_size=4))
     said, _ = generate(model, cache, ids, mask)
     before = states_of(cache)
@@ -54,7 +54,7 @@ def test_padding_between_turns(name: str) -> None:
 
 def test_padding_inside_a_first_prompt_is_moved() -> None:
     """It is put before the row's tokens, as everywhere."""
-    model, (ids, mask) = hybrid("qwen3_next"), padded(ROWS)
+    model, (ids, mask) = hybrid("qwen3_next"), left_padded(ROWS)
     inside = torch.cat([ids[1, 16:26], ids[1, :16], ids[1, 26:]])
     of_inside = torch.cat([mask[1, 16:26], mask[1, :16], mask[1, 26:]])
     _, want = generate(model, PolicyCache(FullContext()), ids[1:], mask[1:])
@@ -172,9 +172,9 @@ def test_rows_whose_queries_are_scaled_by_their_column() -> None:
     policy = FastKV(tsp_rate=0.5, retention_rate=0.3, window_size=4)
     cache = PolicyCache(policy)
     with pytest.raises(UnsupportedModelError, match="log_scaling_n_floor, 40 tokens, got 2 rows"):
-        generate(model, cache, *padded([ROWS[0], ROWS[0]]))
+        generate(model, cache, *left_padded([ROWS[0], ROWS[0]]))
     assert cache.get_seq_length() == 0
-    generate(model, PolicyCache(SnapKV(0.4, window_size=4)), *padded([ROWS[0], ROWS[0]]))
+    generate(model, PolicyCache(SnapKV(0.4, window_size=4)), *left_padded([ROWS[0], ROWS[0]]))
     verdict = Judge("inkling_text", model)
     assert verdict._outcome(policy, [ROWS[0]]) == "right"
 

@@ -22,14 +22,14 @@ from tests.integrations.hybrids.models import (
     generate,
     hybrid,
     hybrid_options,
-    padded,
     states_of,
     tokens,
 )
 from tests.integrations.model.builds.catalogue import Build, builds
 from tests.integrations.model.builds.dense import decoder_layers, dense_logits
 from tests.integrations.model.builds.judge import Judge
-from tests.integrations.support.two_turns import seen_in_two_turns
+from tests.integrations.support.conversation import left_padded
+from tests.integrations.support.two_turns import off_in_two_turns
 
 ROWS = [tokens(0, 47), tokens(1, 31)]
 TWO_TURNS: dict[str, CachePolicy] = {
@@ -46,7 +46,7 @@ def test_policies_are_right(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*FAMILIES, *BEGIN_ANEW])
 def test_keeping_everything_is_the_models_own_cache(name: str) -> None:
-    model, (ids, mask) = hybrid(name), padded(ROWS)
+    model, (ids, mask) = hybrid(name), left_padded(ROWS)
     own: Any = None if name in OWN_CACHE else DynamicCache(config=model.config)
     cache = PolicyCache(FullContext())
     want_tokens, want = generate(model, own, ids, mask)
@@ -144,32 +144,18 @@ def test_after_a_drop_later_layers_read_what_went_on(name: str) -> None:
 @pytest.mark.parametrize("policy", TWO_TURNS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_turns(name: str, policy: str) -> None:
-    model, cache = hybrid(name), PolicyCache(TWO_TURNS[policy])
-    kept, passed = [], []
-    said, _ = generate(model, cache, torch.tensor([tokens(0, 40)]))
-    for turn in range(2):
-        if turn:
-            question = torch.cat([said, torch.tensor([tokens(5, 21)])], dim=1)
-            whole, found = generate(model, cache, question)
-        held = [layer.positions for layer in cache.layers]
-        kept.append([None if each is None else each[0, :, :-3] for each in held])
-        passed.append(cache.propagated)
-    length = whole.shape[1] - 1
-    ends = [40, 43, question.shape[1]]
-    seen = seen_in_two_turns(kept, passed, ends, length)
-    ids = whole[0, :length].tolist()
-    want = dense_logits(model, ids, ends[2], seen)[ends[2] - 1 :]
-    everything = dense_logits(model, ids, ends[2])[ends[2] - 1 :]
-    assert apart(found[0], want) < TOLERANCE
-    assert apart(everything, want) > 1e-2
-    assert all(bool(each) for each in passed) is (policy == "fastkv")
+    cache = PolicyCache(TWO_TURNS[policy])
+    worst, effect = off_in_two_turns(hybrid(name), cache, [40], [21])
+    assert worst < TOLERANCE
+    assert effect > 1e-2
+    assert bool(cache.propagated) is (policy == "fastkv")
 
 
 @pytest.mark.parametrize("name", [name for name in (*KINDS, *BEGIN_ANEW) if name not in BY_COLUMNS])
 def test_a_restart_leaves_nothing_of_its_first_pass(name: str) -> None:
     """The answer is that to the chosen tokens alone."""
     model, cache = hybrid(name), PolicyCache(GemFilter(retention_rate=0.4))
-    ids, mask = padded(ROWS)
+    ids, mask = left_padded(ROWS)
     said, found = generate(model, cache, ids, mask)
     (chosen,) = cache.propagated.values()
     for row, ids_of_row in enumerate(ROWS):
@@ -186,7 +172,7 @@ def test_attentions_are_those_of_the_layers_that_attend(name: str) -> None:
     eager = Build(name, builds()[name].model_type, hybrid_options(name)).model(
         attn_implementation="eager"
     )
-    ids, mask = padded(ROWS)
+    ids, mask = left_padded(ROWS)
     cache, own = PolicyCache(FullContext()), DynamicCache(config=eager.config)
     told = []
     with torch.no_grad(), cache.attached(eager):

@@ -57,14 +57,7 @@ def documents(count: int = 5, *, words: int = 25) -> list[dict[str, Any]]:
 def local_task(
     folder: Path, kind: str, docs: list[dict[str, Any]], **config: Any
 ) -> dict[str, Any]:
-    """The configuration of a task that reads JSON lines, as a user would write it.
-
-    Args:
-        folder: For the lines, and for what the harness makes of them.
-        kind: ``"generate_until"``, ``"multiple_choice"`` or ``"loglikelihood_rolling"``.
-        docs: Its documents.
-        config: Further entries.
-    """
+    """The configuration of a task that reads JSON lines, as a user would write it."""
     file = folder / f"{kind}.jsonl"
     file.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
     kinds: dict[str, dict[str, Any]] = {

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from benchmarks.overhead import SIZES, Calls
 from kvpolicy.errors import NotAttachedError
@@ -17,8 +16,9 @@ from kvpolicy.integrations.transformers.model import attachment
 from kvpolicy.integrations.transformers.model.walking import modules_of, path_to
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV
+from tests.integrations.support.reading import Interrupted, marks_on, read
 from tests.integrations.support.versions import OLD
-from tests.integrations.test_robustness import Interrupted, failing, marks_on
+from tests.integrations.test_robustness import failing
 from tests.reference import random_tokens, tiny_model
 
 # The most Python calls for attaching and detaching: for each layer, of which 33 make Transformers'
@@ -67,9 +67,7 @@ def test_the_tree_is_walked_as_torch_walks_it() -> None:
 
 
 def answer(model: Any, prompt: Tensor) -> tuple[Tensor, list[Tensor]]:
-    cache = PolicyCache(POLICY)
-    with cache.attached(model), torch.no_grad():
-        logits = model(prompt, cache=cache, logits_to_keep=1).logits
+    cache, logits = read(model, POLICY, prompt, logits_to_keep=1)
     return logits, [layer.positions for layer in cache.layers]
 
 
@@ -142,21 +140,6 @@ def test_an_adapter_is_removed_again() -> None:
     wrapped = peft.get_peft_model(model, config)
     assert not torch.equal(answer(wrapped, prompt)[0], want)
     assert torch.equal(answer(wrapped.unload(), prompt)[0], want)
-
-
-def test_a_cache_does_not_change_its_model() -> None:
-    one, other = tiny_model("llama", seed=1), tiny_model("llama", seed=2)
-    cache, prompt = PolicyCache(POLICY), torch.tensor([random_tokens(2, 60)])
-
-    def read(model: PreTrainedModel) -> None:
-        with cache.attached(model), torch.no_grad():
-            model(prompt, cache=cache)
-
-    read(one)
-    with pytest.raises(ValueError, match="model must be the one that filled the cache"):
-        read(other)
-    cache.reset()
-    read(other)
 
 
 # When another library replaces the layers' `forward`, and when it puts it back.

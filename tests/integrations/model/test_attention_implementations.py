@@ -10,16 +10,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.import_utils import is_flash_attn_4_available
 
 from kvpolicy import CachePolicy
-from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import AdaKV, FastKV, FullContext, GemFilter, PyramidInfer, SnapKV
 from tests.families import FAMILIES
-from tests.integrations.support.conversation import left_padded
-from tests.reference import random_tokens, tiny_model
+from tests.integrations.forward.test_narrowing import run
+from tests.reference import tiny_model
 
 POLICIES: dict[str, CachePolicy] = {
     "full_context": FullContext(),
@@ -28,29 +26,6 @@ POLICIES: dict[str, CachePolicy] = {
     "gemfilter": GemFilter(retention_rate=0.4),
     "pyramidinfer": PyramidInfer(recent_rate=0.1, decay_ratio=0.3, min_context=3),
 }
-
-
-@torch.no_grad()
-def run(model: PreTrainedModel, policy: CachePolicy, padded: bool) -> list[Tensor]:
-    """Logits of two turns, three tokens decoded in each."""
-    rows = [random_tokens(0, 60), random_tokens(1, 43)][: 1 + padded]
-    ids, mask = left_padded(rows)
-    cache = PolicyCache(policy)
-    logits = []
-    with cache.attached(model):
-        for turn in range(2):
-            if turn:
-                cache.start_turn()
-                added = [random_tokens(5, 30), random_tokens(6, 12)][: 1 + padded]
-                ids, new_mask = left_padded(added)
-                mask = torch.cat([mask, new_mask], dim=1)
-            for _ in range(3):
-                output = model(ids, attention_mask=mask, cache=cache, logits_to_keep=1)
-                logits.append(output.logits[:, -1])
-                ids = torch.full((len(rows), 1), 3)
-                mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-            mask = mask[:, :-1]
-    return logits
 
 
 def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -74,10 +49,10 @@ def uncompiled() -> Iterator[None]:
 @pytest.mark.parametrize("name", [*POLICIES, "adakv"])
 def test_flex_attention(name: str, padded: bool) -> None:
     policy = POLICIES.get(name, AdaKV(0.4))
-    expected = run(tiny_model("llama", seed=1), policy, padded)
+    expected, _ = run(tiny_model("llama", seed=1), policy, padded)
     with uncompiled():
         model = tiny_model("llama", seed=1, attn_implementation="flex_attention")
-        assert_close(run(model, policy, padded), expected)
+        assert_close(run(model, policy, padded)[0], expected)
 
 
 VERSIONS = {
@@ -97,7 +72,7 @@ def test_flash_attention(version: str, name: str, padded: bool) -> None:
         model = FAMILIES["llama"].build(1, attn_implementation=implementation)
         model = model.to("cuda", torch.bfloat16)
         with torch.device("cuda"):
-            return run(model, POLICIES[name], padded)
+            return run(model, POLICIES[name], padded)[0]
 
     for one, other in zip(logits(version), logits("sdpa"), strict=True):  # pragma: no cover
         assert torch.allclose(one, other, atol=0.1, rtol=0.05)

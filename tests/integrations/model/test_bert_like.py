@@ -1,19 +1,18 @@
 """Decoders whose layers lie in a module that reads no tokens, as BERT's and its like's."""
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
-from tests.integrations.hybrids.models import TOLERANCE, generate, padded, tokens
-from tests.integrations.model.builds.catalogue import Build, builds
+from tests.integrations.hybrids.models import TOLERANCE, generate, tokens
+from tests.integrations.model.builds.catalogue import Build, builds, built
 from tests.integrations.model.builds.judge import Judge
+from tests.integrations.support.conversation import left_padded
 from tests.integrations.support.own_beams import assert_beams_are_dense
 from tests.integrations.support.two_turns import off_in_two_turns
 
@@ -26,14 +25,9 @@ POLICIES: dict[str, CachePolicy] = {
 }
 
 
-@cache
-def decoder(name: str) -> PreTrainedModel:
-    return builds()[name].model()
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_policies_are_right(name: str) -> None:
-    verdict = Judge(name, decoder(name))()
+    verdict = Judge(name, built(name))()
     assert verdict.outcome == "right", verdict
 
 
@@ -41,7 +35,7 @@ def test_policies_are_right(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_turns_of_padded_rows(name: str, policy: str) -> None:
     store = PolicyCache(POLICIES[policy])
-    worst, effect = off_in_two_turns(decoder(name), store, [40, 23], [9, 21])
+    worst, effect = off_in_two_turns(built(name), store, [40, 23], [9, 21])
     assert worst < TOLERANCE
     assert effect > 1e-2
     assert bool(store.propagated) is (policy == "fastkv")
@@ -49,13 +43,13 @@ def test_two_turns_of_padded_rows(name: str, policy: str) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "roberta"])
 def test_beams(name: str) -> None:
-    assert_beams_are_dense(decoder(name), torch.tensor(ROWS[:1]))
+    assert_beams_are_dense(built(name), torch.tensor(ROWS[:1]))
 
 
 @torch.no_grad()
 def test_positions_that_a_model_counts_from_elsewhere() -> None:
     """In a loop of one's own a padded row's positions are known to nobody but the caller."""
-    model, (ids, mask) = decoder("roberta"), padded(ROWS)
+    model, (ids, mask) = built("roberta"), left_padded(ROWS)
     store = PolicyCache(FullContext())
     with store.attached(model):
         whole: Any = model(ids[:1], cache=store)
@@ -83,7 +77,7 @@ def test_positions_that_a_model_counts_from_elsewhere() -> None:
 @torch.no_grad()
 def test_without_a_head() -> None:
     for name in ("bert", "roberta"):
-        model: Any = decoder(name).base_model
+        model: Any = built(name).base_model
         store, ids = PolicyCache(SnapKV(0.3, window_size=4)), torch.tensor(ROWS[:1])
         with store.attached(model):
             found = model(ids, cache=store).last_hidden_state

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedModelError
@@ -23,12 +23,13 @@ from kvpolicy.integrations.transformers.model.masks import (
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
-from tests.integrations.hybrids.models import apart, generate, padded, tokens
+from tests.integrations.hybrids.models import apart, generate, tokens
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.model.builds.dense import dense_logits
 from tests.integrations.model.builds.judge import seen_by
 from tests.integrations.model.builds.sizes import WINDOW
-from tests.integrations.support.read_twice import read_two_turns
+from tests.integrations.support.conversation import left_padded
+from tests.integrations.support.two_turns import off_in_two_turns
 
 ROWS = [tokens(0, 47), tokens(1, 31)]
 POLICIES: dict[str, CachePolicy] = {
@@ -80,7 +81,7 @@ def test_at_every_place_in_a_chunk(length: int, policy: str, implementation: str
     model, row = chunked(implementation), tokens(2, length)
     for rows in ([row], [row, tokens(3, 53)]):
         store = PolicyCache(POLICIES[policy])
-        said, logits = generate(model, store, *padded(rows), max_new_tokens=7)
+        said, logits = generate(model, store, *left_padded(rows), max_new_tokens=7)
         decoded = said[0, -7:-1].tolist()
         want = dense_logits(model, row + decoded, length, seen_by(store, 0, length))
         assert apart(logits[0], want[length - 1 :]) < TOLERANCE
@@ -91,10 +92,8 @@ def test_at_every_place_in_a_chunk(length: int, policy: str, implementation: str
 
 @pytest.mark.parametrize("policy", ["full_context", "snapkv"])
 def test_two_turns_against_dense_attention(policy: str) -> None:
-    model = chunked()
-    read = read_two_turns(model, POLICIES[policy], ROWS, (19, 11))
-    for row in range(2):
-        assert apart(read.found(row), read.want(model, row)) < TOLERANCE
+    worst, _ = off_in_two_turns(chunked(), PolicyCache(POLICIES[policy]), [47, 31], [19, 11])
+    assert worst < TOLERANCE
 
 
 def test_positions_behind_a_drop_are_their_own() -> None:
@@ -108,13 +107,6 @@ def test_positions_behind_a_drop_are_their_own() -> None:
     seen = seen_by(store, 0, 47)
     want = dense_logits(model, row + said[0, 47:-1].tolist(), 47, seen)
     assert apart(logits[0], want[46:]) < TOLERANCE
-
-
-def test_beams_are_the_models_own() -> None:
-    model, ids = chunked(), torch.tensor(ROWS[:1])
-    want, _ = generate(model, DynamicCache(config=model.config), ids, num_beams=3)
-    found, _ = generate(model, PolicyCache(FullContext()), ids, num_beams=3)
-    assert torch.equal(found, want)
 
 
 def test_what_needs_the_whole_context_is_refused_behind_a_chunk() -> None:

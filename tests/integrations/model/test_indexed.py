@@ -20,9 +20,10 @@ from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import AdaKV, FastKV, FullContext, GemFilter, SnapKV, StreamingLLM
-from tests.integrations.hybrids.models import apart, generate, padded, tokens
-from tests.integrations.model.builds.catalogue import Build, builds
-from tests.integrations.support.read_twice import read_two_turns
+from tests.integrations.hybrids.models import apart, generate, tokens
+from tests.integrations.model.builds.catalogue import Build, builds, built
+from tests.integrations.support.conversation import left_padded
+from tests.integrations.support.two_turns import off_in_two_turns
 from tests.integrations.support.versions import OLD
 
 # An indexer in every layer; in every other, whose slots the next borrows; among sliding windows;
@@ -53,11 +54,6 @@ POLICIES: dict[str, CachePolicy] = {
 }
 SNAPKV = POLICIES["snapkv"]
 TOLERANCE = 1e-4
-
-
-@cache
-def model_of(name: str) -> PreTrainedModel:
-    return builds()[name].model()
 
 
 def indexed(store: PolicyCache) -> dict[int, IndexedLayer]:
@@ -98,21 +94,19 @@ def rows_of(name: str) -> list[list[int]]:
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_two_turns_against_the_models_own_code(name: str, policy: str) -> None:
     """Every layer run anew on what it held: of what was evicted nothing is picked."""
-    model = model_of(name)
+    model = built(name)
     turns = (19, 11) if name not in (*STATES, *BLOCKS) else (19, 19)  # no state skips padding
-    read = read_two_turns(model, POLICIES[policy], rows_of(name), turns)
-    for row in range(2):
-        want = read.want(model, row)
-        assert apart(read.found(row), want) < TOLERANCE
-        if policy != "full_context":
-            assert apart(read.want(model, row, whole=True), want) > 1e-2
+    lens, store = [*map(len, rows_of(name))], PolicyCache(POLICIES[policy])
+    worst, effect = off_in_two_turns(model, store, lens, [*turns])
+    assert worst < TOLERANCE
+    assert (effect > 1e-2) is (policy != "full_context")
 
 
 @pytest.mark.parametrize("storage", [None, OffloadedStorage()])
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_index_keys_are_those_of_the_tokens_kept(name: str, storage: Any) -> None:
     """And count in the report, as held and as what a full cache would hold."""
-    model, ids = model_of(name), torch.tensor(ROWS[:1])
+    model, ids = built(name), torch.tensor(ROWS[:1])
     own, store = (
         DynamicCache(config=model.config),
         PolicyCache(StreamingLLM(retention_tokens=10), storage),
@@ -138,10 +132,10 @@ def test_index_keys_are_those_of_the_tokens_kept(name: str, storage: Any) -> Non
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_beams_are_the_models_own(name: str) -> None:
-    model = model_of(name)
+    model = built(name)
     own = DynamicCache(config=model.get_decoder().config)
-    want, _ = generate(model, own, *padded(rows_of(name)), num_beams=3)
-    found, _ = generate(model, PolicyCache(FullContext()), *padded(rows_of(name)), num_beams=3)
+    want, _ = generate(model, own, *left_padded(rows_of(name)), num_beams=3)
+    found, _ = generate(model, PolicyCache(FullContext()), *left_padded(rows_of(name)), num_beams=3)
     assert torch.equal(found, want)
 
 
@@ -215,7 +209,7 @@ def test_plain_calls_while_a_cache_is_attached(name: str, implementation: str | 
 @pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name != "qwen4_exp_text"])
 def test_a_cache_that_is_not_attached(name: str) -> None:
     with pytest.raises(NotAttachedError, match="cache must be attached"):
-        model_of(name)(torch.tensor(ROWS[:1]), **{CACHE: PolicyCache(SNAPKV)})
+        built(name)(torch.tensor(ROWS[:1]), **{CACHE: PolicyCache(SNAPKV)})
 
 
 # One has windows, one counts blocks of columns.
@@ -225,7 +219,7 @@ UNRESTARTED = ("dots3_note_text", "minimax_m3_vl_text_sparse")
 @pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name not in UNRESTARTED])
 def test_a_restart_is_a_prefill_of_what_is_left(name: str) -> None:
     """In the first pass index keys are made as well, of which nothing stays."""
-    model, store = model_of(name), PolicyCache(GemFilter(retention_rate=0.5))
+    model, store = built(name), PolicyCache(GemFilter(retention_rate=0.5))
     _, logits = generate(model, store, torch.tensor(ROWS[:1]))
     assert all(layer.positions.shape[2] == 23 + 3 for layer in indexed(store).values())
     left = store.layers[1].positions[0, 0, :23].tolist()
@@ -236,9 +230,9 @@ def test_a_restart_is_a_prefill_of_what_is_left(name: str) -> None:
 
 @pytest.mark.skipif("hy_v4" not in FAMILY_NAMES, reason="no such model yet")
 def test_layers_that_borrow_slots_keep_what_the_lender_keeps() -> None:
-    model, store = model_of("hy_v4"), PolicyCache(SNAPKV)
+    model, store = built("hy_v4"), PolicyCache(SNAPKV)
     assert model.config.indexer_types == ["full", "shared"] * 2
-    generate(model, store, *padded(ROWS))
+    generate(model, store, *left_padded(ROWS))
     assert list(indexed(store)) == [0, 2]
     assert torch.equal(store.layers[0].positions, store.layers[1].positions)
     assert torch.equal(store.layers[2].positions, store.layers[3].positions)
@@ -247,7 +241,7 @@ def test_layers_that_borrow_slots_keep_what_the_lender_keeps() -> None:
 
 @pytest.mark.skipif("hy_v4" not in FAMILY_NAMES, reason="no such model yet")
 def test_tokens_are_not_dropped_between_lender_and_borrower() -> None:
-    model, store = model_of("hy_v4"), PolicyCache(FastKV(tsp_layer=2, tsp_rate=0.6))
+    model, store = built("hy_v4"), PolicyCache(FastKV(tsp_layer=2, tsp_rate=0.6))
     assert ModelParts(model).eligible == [1, 3]
     message = r"which layers \[2\] do; the others: \[1, 3\]; the nearest is 3"
     with pytest.raises(UnsupportedModelError, match=message):
@@ -260,7 +254,7 @@ def test_rows_are_not_padded_where_blocks_are_counted_with_padding(name: str) ->
     """By the model, with any cache."""
     store = PolicyCache(SNAPKV)
     with pytest.raises(UnsupportedModelError, match="rows must not be padded with MiniMaxM3"):
-        generate(model_of(name), store, *padded(ROWS))
+        generate(built(name), store, *left_padded(ROWS))
     assert store.get_seq_length() == 0
 
 

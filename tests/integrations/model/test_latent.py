@@ -4,14 +4,12 @@ Every family of `make families` is held against its own dense attention there; h
 choice is, against a slow one, and what else a cache has to do with what it stores.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache, QuantizedStorage
@@ -27,6 +25,7 @@ from kvpolicy.policies import (
 from tests.families import FAMILIES
 from tests.integrations.forward.test_static import Counting, everywhere
 from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.support.conversation import left_padded
 from tests.integrations.support.own_attention import dense, window_choice
 from tests.integrations.test_generation import assert_same_state
 from tests.reference.dense import Act
@@ -49,13 +48,6 @@ def tokens(seed: int, count: int) -> list[int]:
     return torch.randint(1, 60, (count,), generator=generator).tolist()
 
 
-def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    longest = max(map(len, rows))
-    ids = [[0] * (longest - len(row)) + list(row) for row in rows]
-    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
-    return torch.tensor(ids), torch.tensor(mask)
-
-
 def positions_of(store: PolicyCache, row: int) -> list[list[int]]:
     """By layer, those of the one choice."""
     for layer in store.layers:
@@ -66,7 +58,7 @@ def positions_of(store: PolicyCache, row: int) -> list[list[int]]:
 
 
 def generate(model: PreTrainedModel, store: Any, rows: Any = None, **how: Any) -> Any:
-    ids, mask = padded([tokens(row, count) for row, count in enumerate(PROMPTS)])
+    ids, mask = left_padded([tokens(row, count) for row, count in enumerate(PROMPTS)])
     if rows is not None:
         ids, mask = rows
     given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -82,9 +74,12 @@ def test_two_turns_against_a_slow_choice(name: str) -> None:
     said = [tokens(10 + row, DECODED) for row in range(2)]
     later = [tokens(20 + row, count) for row, count in enumerate(TURNS)]
     store, logits, mask, held = PolicyCache(SNAPKV), [], torch.zeros(2, 0), []
-    steps = [padded(first), *((torch.tensor(said)[:, [i]], torch.ones(2, 1)) for i in range(2))]
+    steps = [
+        left_padded(first),
+        *((torch.tensor(said)[:, [i]], torch.ones(2, 1)) for i in range(2)),
+    ]
     with store.attached(model):
-        for index, (ids, valid) in enumerate([*steps, padded(later)]):
+        for index, (ids, valid) in enumerate([*steps, left_padded(later)]):
             mask = torch.cat([mask, valid], dim=1).long()
             if index == len(steps):
                 store.start_turn()
@@ -120,7 +115,7 @@ def test_what_goes_on_is_chosen_by_all_heads(name: str) -> None:
     model, eager = model_of(name), model_of(name, "eager")
     store = PolicyCache(FastKV(tsp_layer=1, tsp_rate=0.6, retention_rate=0.3, window_size=4))
     rows = [tokens(row, count) for row, count in enumerate(PROMPTS)]
-    ids, mask = padded(rows)
+    ids, mask = left_padded(rows)
     with store.attached(model), torch.no_grad():
         model(ids, attention_mask=mask, cache=store, logits_to_keep=1)
     for row, each in enumerate(rows):
@@ -190,13 +185,6 @@ def test_latents_are_what_is_held(name: str) -> None:
         assert line.full_bytes == full.keys.nbytes + full.values.nbytes
         held = sum(each.untyped_storage().nbytes() for each in (layer.held.keys, layer.held.values))
         assert line.held_bytes == held
-
-
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_beams_are_the_models_own(name: str) -> None:
-    model = model_of(name)
-    own = generate(model, DynamicCache(config=model.config), num_beams=3)
-    assert torch.equal(generate(model, PolicyCache(FullContext()), num_beams=3), own)
 
 
 def test_fixed_decoding_is_one_graph() -> None:

@@ -12,6 +12,7 @@ from tests.integrations.support.conversation import (
     METHODS,
     TOLERANCE,
     Lengths,
+    assert_as_reference,
     assert_same,
     expected_turns,
     run_conversation,
@@ -35,12 +36,7 @@ def model_of(implementation: str = "sdpa") -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", ALLOWED)
 def test_padded_batch_over_two_turns(name: str) -> None:
-    policy, method = METHODS[name]
-    _, turns = run_conversation(model_of(), policy, ALL_ROWS, LENGTHS)
-    for row in ALL_ROWS:
-        expected = expected_turns(model_of(), method, row, LENGTHS, LatentState)
-        for turn, of_row in zip(turns, expected, strict=True):
-            assert_same(turn, row, of_row)
+    assert_as_reference(model_of(), *METHODS[name], ALL_ROWS, LENGTHS, LatentState)
 
 
 def test_output_weights_are_refused_where_all_heads_share_what_is_stored() -> None:
@@ -60,13 +56,8 @@ def test_output_weights_are_refused_where_all_heads_share_what_is_stored() -> No
 
 @pytest.mark.parametrize("name", ["snapkv", "keydiff", "pyramidinfer_steep", "fastkv"])
 def test_single_row_with_eager_attention(name: str) -> None:
-    policy, method = METHODS[name]
-    store, turns = run_conversation(model_of("eager"), policy, (1,), LENGTHS)
-    assert all(layer.positions.shape[:2] == (1, 1) for layer in store.layers)
-    for turn, expected in zip(
-        turns, expected_turns(model_of(), method, 1, LENGTHS, LatentState), strict=True
-    ):
-        assert_same(turn, 0, expected)
+    turns = assert_as_reference(model_of("eager"), *METHODS[name], (1,), LENGTHS, LatentState)
+    assert all(len(heads) == 1 for turn in turns for heads in turn.kept[0])
 
 
 @pytest.mark.parametrize("name", ["snapkv", "fastkv", "gemfilter"])

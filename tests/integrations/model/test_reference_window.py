@@ -15,7 +15,7 @@ from kvpolicy.policies import FullContext, SnapKV
 from kvpolicy.policy import CachePolicy
 from tests.integrations.hybrids.models import generate, tokens
 from tests.integrations.model.builds.catalogue import builds
-from tests.integrations.test_robustness import marks_on
+from tests.integrations.support.reading import marks_on
 
 if "unlimited_ocr" not in builds():
     pytest.skip("Transformers has no such model yet", allow_module_level=True)

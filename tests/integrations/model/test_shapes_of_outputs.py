@@ -1,17 +1,16 @@
 """Decoders that give their output the input's shape, or whose layers attend several times."""
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FastKV, GemFilter, PyramidInfer, SnapKV
-from tests.integrations.hybrids.models import TOLERANCE, generate, padded, tokens
-from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.hybrids.models import TOLERANCE, generate, tokens
+from tests.integrations.model.builds.catalogue import builds, built
+from tests.integrations.support.conversation import left_padded
 from tests.integrations.support.two_turns import off_in_two_turns
 
 SHAPED = ("gpt2", "gpt_bigcode", "gpt_bigcode_multi_head")
@@ -19,15 +18,10 @@ ROWS = [tokens(0, 40), tokens(1, 23)]
 FAST = FastKV(tsp_rate=0.2, retention_rate=0.2, window_size=4)
 
 
-@cache
-def decoder(name: str) -> PreTrainedModel:
-    return builds()[name].model()
-
-
 @pytest.mark.parametrize("name", SHAPED)
 def test_two_turns_of_padded_rows_with_dropping(name: str) -> None:
     store = PolicyCache(FAST)
-    worst, effect = off_in_two_turns(decoder(name), store, [40, 23], [9, 21])
+    worst, effect = off_in_two_turns(built(name), store, [40, 23], [9, 21])
     assert worst < TOLERANCE
     assert effect > 1e-2
     assert store.propagated
@@ -37,7 +31,7 @@ def test_two_turns_of_padded_rows_with_dropping(name: str) -> None:
 @pytest.mark.parametrize("name", SHAPED)
 def test_outputs_are_those_of_the_tokens_that_went_on(name: str, *, return_dict: bool) -> None:
     """The last layer's, nothing before them: as from every model, however it is asked."""
-    model, store = decoder(name), PolicyCache(FAST)
+    model, store = built(name), PolicyCache(FAST)
     asked = {"output_hidden_states": True, "return_dict": return_dict}
     with torch.no_grad(), store.attached(model):
         output: Any = model(torch.tensor(ROWS[:1]), cache=store, **asked)
@@ -52,7 +46,7 @@ def test_outputs_are_those_of_the_tokens_that_went_on(name: str, *, return_dict:
 @pytest.mark.parametrize("policy", [PyramidInfer(min_context=8), GemFilter(retention_rate=0.4)])
 def test_other_ways_to_drop(policy: Any) -> None:
     """A padded row says what it says alone."""
-    model, (ids, mask) = decoder("gpt2"), padded(ROWS)
+    model, (ids, mask) = built("gpt2"), left_padded(ROWS)
     together, logits = generate(model, PolicyCache(policy), ids, mask)
     alone, want = generate(model, PolicyCache(policy), ids[1:, -23:])
     assert torch.equal(together[1, 40:], alone[0, 23:])
@@ -61,7 +55,8 @@ def test_other_ways_to_drop(policy: Any) -> None:
 
 @pytest.mark.skipif("longcat_flash" not in builds(), reason="not in this Transformers")
 def test_layers_that_attend_twice() -> None:
-    model, store = decoder("longcat_flash"), PolicyCache(SnapKV(0.3, window_size=4))
+    model, policy = built("longcat_flash"), SnapKV(0.3, window_size=4)
+    store = PolicyCache(policy)
     worst, effect = off_in_two_turns(model, store, [40, 23], [9, 21])
     assert worst < TOLERANCE < effect
     assert len(store.layers) == 2 * len(model.base_model.layers)

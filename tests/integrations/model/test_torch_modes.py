@@ -1,5 +1,6 @@
 """Policies under the modes of torch: compiled models, gradients, autocast, inference mode."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,21 +10,15 @@ from transformers import PreTrainedModel
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from tests.integrations.state.test_leftovers import read_and_generate, read_by_hand
+from tests.integrations.support.reading import marks_on
 from tests.integrations.test_robustness import (
     POLICIES,
     batch_of,
     continued,
     generate,
-    marks_on,
     two_turns,
 )
 from tests.reference import Act, dense_masked_logits, random_tokens, tiny_model, visible_after
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
-
 
 # Compiled models.
 
@@ -32,50 +27,38 @@ def backend(graph: Any, inputs: Any) -> Any:
     return graph.forward
 
 
-def compiled(how: str) -> Any:
-    """A tiny model of which something is compiled, without ever running it."""
-    model = tiny_model("llama", seed=1)
-    layer = model.model.layers[1]
-    if how == "torch.compile(model)":
-        return torch.compile(model, backend=backend)
-    if how == "model.compile()":
-        model.compile(backend=backend)
-    elif how == "model.forward":
-        model.forward = torch.compile(model.forward, backend=backend)
-    elif how == "decoder.compile()":
-        model.model.compile(backend=backend)
-    elif how == "torch.compile(decoder)":
-        model.model = torch.compile(model.model, backend=backend)
-    elif how == "decoder.forward":
-        model.model.forward = torch.compile(model.model.forward, backend=backend)
-    elif how == "layer.compile()":
-        layer.compile(backend=backend)
-    elif how == "layer.forward":
-        layer.forward = torch.compile(layer.forward, backend=backend)
-    elif how == "torch.compile(layer)":
-        model.model.layers[1] = torch.compile(layer, backend=backend)
-    elif how == "attention.compile()":
-        layer.self_attn.compile(backend=backend)
-    return model
+def forward_of(module: Any) -> None:
+    module.forward = torch.compile(module.forward, backend=backend)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "torch.compile(model)",
-        "model.compile()",
-        "model.forward",
-        "decoder.compile()",
-        "torch.compile(decoder)",
-        "decoder.forward",
-        "layer.compile()",
-        "layer.forward",
-        "torch.compile(layer)",
-        "attention.compile()",
-    ],
-)
+def in_place(module: Any) -> None:
+    module.compile(backend=backend)
+
+
+def put_in(parent: Any, name: str) -> None:
+    setattr(parent, name, torch.compile(getattr(parent, name), backend=backend))
+
+
+# What is compiled of a tiny model, without ever running it.
+COMPILED: dict[str, Callable[[Any], Any]] = {
+    "torch.compile(model)": lambda model: torch.compile(model, backend=backend),
+    "model.compile()": in_place,
+    "model.forward": forward_of,
+    "decoder.compile()": lambda model: in_place(model.model),
+    "torch.compile(decoder)": lambda model: put_in(model, "model"),
+    "decoder.forward": lambda model: forward_of(model.model),
+    "layer.compile()": lambda model: in_place(model.model.layers[1]),
+    "layer.forward": lambda model: forward_of(model.model.layers[1]),
+    "torch.compile(layer)": lambda model: put_in(model.model.layers, "1"),
+    "attention.compile()": lambda model: in_place(model.model.layers[1].self_attn),
+}
+
+
+@pytest.mark.parametrize("how", COMPILED)
 def test_a_compiled_model_is_refused(how: str) -> None:
-    cache, model = PolicyCache(POLICIES["fastkv"]), compiled(how)
+    cache, model = PolicyCache(POLICIES["fastkv"]), tiny_model("llama", seed=1)
+    if (wrapped := COMPILED[how](model)) is not None:
+        model = wrapped
     before = marks_on(model)
     with pytest.raises(UnsupportedModelError, match="must not be compiled"):
         read_by_hand(model, cache)

@@ -1,11 +1,9 @@
 """Models with attention functions of their own, which show no queries: policies without work."""
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedModelError
@@ -25,9 +23,10 @@ from kvpolicy.policies import (
     StreamingLLM,
     TokenSelectivePropagation,
 )
-from tests.integrations.hybrids.models import TOLERANCE, generate, padded, tokens
-from tests.integrations.model.builds.catalogue import Build, builds
+from tests.integrations.hybrids.models import TOLERANCE, generate, tokens
+from tests.integrations.model.builds.catalogue import Build, builds, built
 from tests.integrations.model.builds.judge import Judge
+from tests.integrations.support.conversation import left_padded
 from tests.integrations.support.own_beams import assert_beams_are_dense
 from tests.integrations.support.two_turns import off_in_two_turns
 from tests.integrations.support.versions import NO_QUERIES, OLD
@@ -56,14 +55,9 @@ LOOKING: dict[str, CachePolicy] = {
 }
 
 
-@cache
-def decoder(name: str) -> PreTrainedModel:
-    return builds()[name].model()
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_policies_without_queries_are_right_and_others_refused(name: str) -> None:
-    verdict = Judge(name, decoder(name))()
+    verdict = Judge(name, built(name))()
     for policy, outcome in verdict.policies.items():
         if policy.startswith(("full_context", "streamingllm")):
             assert outcome == "right", (policy, outcome)
@@ -77,7 +71,7 @@ def test_policies_without_queries_are_right_and_others_refused(name: str) -> Non
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_turns_of_padded_rows(name: str, policy: str) -> None:
     store = PolicyCache(POLICIES[policy])
-    worst, effect = off_in_two_turns(decoder(name), store, [40, 23], [9, 21])
+    worst, effect = off_in_two_turns(built(name), store, [40, 23], [9, 21])
     assert worst < TOLERANCE
     assert effect > 1e-2
     assert bool(store.propagated) is (policy == "dropping")
@@ -92,7 +86,7 @@ def test_attention_implementations(implementation: str) -> None:
 
 def test_evicted_keys_are_freed() -> None:
     store = PolicyCache(StreamingLLM(0.25))
-    model = decoder("falcon")
+    model = built("falcon")
     with torch.no_grad(), store.attached(model):
         model(torch.tensor(ROWS[:1]), cache=store)
     config: Any = model.config
@@ -101,16 +95,16 @@ def test_evicted_keys_are_freed() -> None:
 
 
 def test_beams() -> None:
-    assert_beams_are_dense(decoder("falcon"), torch.tensor(ROWS[:1]))
+    assert_beams_are_dense(built("falcon"), torch.tensor(ROWS[:1]))
 
 
 @pytest.mark.skipif(OLD, reason="this Transformers cuts the masks of later chunks wrongly")
 def test_padding_in_a_chunk_behind_others_where_windows_are_of_columns() -> None:
     """Such a chunk is refused in a later turn, and the cache stays as it was."""
-    model, (ids, mask) = decoder("gpt_neo"), padded(ROWS)
+    model, (ids, mask) = built("gpt_neo"), left_padded(ROWS)
     store = PolicyCache(StreamingLLM(0.4))
     said, _ = generate(model, store, ids, mask)
-    more, more_mask = padded([tokens(5, 12), tokens(6, 5)])
+    more, more_mask = left_padded([tokens(5, 12), tokens(6, 5)])
     longer = torch.cat([said, more], dim=1)
     whole = torch.cat([mask, torch.ones_like(said[:, 40:]), more_mask], dim=1)
     with pytest.raises(UnsupportedModelError, match="count their window in columns"):
@@ -121,7 +115,7 @@ def test_padding_in_a_chunk_behind_others_where_windows_are_of_columns() -> None
 
 @pytest.mark.parametrize("policy", LOOKING)
 def test_policies_that_look_at_queries(policy: str) -> None:
-    model, looking = decoder("falcon"), LOOKING[policy]
+    model, looking = built("falcon"), LOOKING[policy]
     calls: list[Any] = []
     handle = model.get_input_embeddings().register_forward_pre_hook(lambda *_: calls.append(None))
     for _ in range(2):
@@ -144,7 +138,7 @@ def test_a_restart_is_refused_with_any_scorer() -> None:
         RestartPropagation(filter_layer=None, retention_rate=0.5),
     )
     with pytest.raises(UnsupportedModelError, match="it restarts the prefill"):
-        generate(decoder("falcon"), PolicyCache(policy), torch.tensor(ROWS[:1]))
+        generate(built("falcon"), PolicyCache(policy), torch.tensor(ROWS[:1]))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +158,7 @@ def test_what_no_policy_can_be_applied_to(name: str, reason: str) -> None:
     if name not in builds():
         pytest.skip("not in this Transformers")
     with pytest.raises(UnsupportedModelError, match=reason):
-        generate(decoder(name), PolicyCache(FullContext()), torch.tensor(ROWS[:1]))
+        generate(built(name), PolicyCache(FullContext()), torch.tensor(ROWS[:1]))
 
 
 @pytest.mark.skipif(OLD, reason="this Transformers' BigBird attends both ways")
@@ -176,7 +170,7 @@ def test_full_attention_of_a_model_that_may_be_sparse() -> None:
 
 @pytest.mark.skipif(OLD, reason="this Transformers' GIT is refused with images by other words")
 def test_image_features_that_are_put_before_the_tokens() -> None:
-    model, ids = decoder("git"), torch.tensor(ROWS[:1])
+    model, ids = built("git"), torch.tensor(ROWS[:1])
     config: Any = model.config
     size = config.vision_config.image_size
     store = PolicyCache(FullContext())

@@ -9,45 +9,21 @@ from kvpolicy.policies import (
     H2O,
     RKV,
     TOVA,
-    GlobalThresholdSelector,
-    GQAGroupSelector,
     KeyDiff,
-    KVzip,
-    PassAllPropagation,
     SnapKV,
     StreamingLLM,
-    WindowMaxPoolScorer,
 )
 from tests import reference
+from tests.integrations.forward.test_gapless import METHODS as UNGAPPED
+from tests.integrations.forward.test_together import METHODS as CHOOSING_TOGETHER
 from tests.integrations.fuzz.drawn_methods import Ranked, SinksHeld
 from tests.integrations.support.bounded_row import Bound, HeadByHead, Summed
 from tests.integrations.support.conversation import METHODS
 from tests.reference.decoding import Redundancy
 
-GAPLESS: dict[str, tuple[CachePolicy, Any]] = {
-    "gapless_snapkv": (
-        CachePolicy(
-            WindowMaxPoolScorer(4, kernel_size=3),
-            GQAGroupSelector(0.3, window_size=4),
-            PassAllPropagation(),
-            gapless=True,
-        ),
-        reference.SnapKV(0.3, window_size=4, kernel_size=3),
-    ),
-}
+GAPLESS: dict[str, tuple[CachePolicy, Any]] = {"gapless_snapkv": UNGAPPED["snapkv"]}
 TOGETHER: dict[str, tuple[CachePolicy, Any]] = {
-    "threshold": (
-        CachePolicy(
-            WindowMaxPoolScorer(4, kernel_size=3),
-            GlobalThresholdSelector(0.3, window_size=4),
-            PassAllPropagation(),
-        ),
-        reference.Together(0.3, window_size=4, base=reference.SnapKV(window_size=4, kernel_size=3)),
-    ),
-    "kvzip": (
-        KVzip(0.3, chunk_size=19, num_sinks=3, overlap=4),
-        reference.Together(0.3, protect=3, repeat=reference.Repeat(19, 3, 4)),
-    ),
+    name: CHOOSING_TOGETHER[name] for name in ("threshold", "kvzip")
 }
 # Of every way to score, to choose and to pass on one; test_against_reference.py has all methods.
 _NAMES = (

@@ -13,24 +13,15 @@ from transformers import PreTrainedModel
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
 from kvpolicy.policies import SnapKV
-from tests.reference import random_tokens, tiny_model
+from tests.integrations.support.conversation import prompt
+from tests.integrations.support.reading import read
+from tests.reference import tiny_model
 
 MESSAGE = "model must be the one that filled the saved cache, got another one: "
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
-
-
-def prompt(length: int, seed: int = 0) -> Tensor:
-    return torch.tensor([random_tokens(seed, length)])
-
-
 def filled(model: PreTrainedModel, path: Path) -> PolicyCache:
-    cache = PolicyCache(SnapKV(0.4))
-    with torch.no_grad(), cache.attached(model):
-        model(prompt(60), cache=cache)
+    cache, _ = read(model, SnapKV(0.4), prompt(60))
     cache.save(path / "cache")
     return PolicyCache.load(path / "cache")
 

@@ -12,20 +12,14 @@ from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import TOVA, FullContext, GemFilter, SnapKV
+from tests.integrations.support.reading import Interrupted, marks_on
 from tests.integrations.test_robustness import (
     POLICIES,
-    Interrupted,
     batch_of,
     failing,
     generate,
-    marks_on,
 )
 from tests.reference import tiny_model
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
 
 
 @contextmanager

@@ -1,8 +1,6 @@
 """Rows and heads held without padding, against the same tokens padded."""
 
-import copy
 import importlib.util
-import pickle
 import subprocess
 import sys
 from typing import Any
@@ -16,15 +14,12 @@ from torch import Tensor
 from kvpolicy.integrations.transformers import (
     OffloadedStorage,
     PlainStorage,
-    PolicyCache,
     QuantizedStorage,
     Storage,
 )
 from kvpolicy.integrations.transformers.state import storage
 from kvpolicy.integrations.transformers.state.packed import Packed, wastes_slots
 from kvpolicy.integrations.transformers.state.storage import StoredKV
-from kvpolicy.policies import AdaKV
-from tests.reference import random_tokens, tiny_model
 
 STORAGES = st.sampled_from([PlainStorage(), OffloadedStorage()])
 
@@ -170,30 +165,6 @@ def test_gradients_reach_what_was_kept() -> None:
     assert keys.grad is not None
     assert keys.grad[0, :, :, 0].tolist() == [[0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1]]
     assert torch.equal(token.grad, torch.ones_like(token))
-
-
-@pytest.mark.parametrize(
-    "fork", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
-)
-def test_copies_of_a_cache_go_their_own_ways(fork: Any) -> None:
-    model, cache = tiny_model("llama", seed=1), PolicyCache(AdaKV(0.3, window_size=4))
-    ids = torch.tensor([random_tokens(0, 50)])
-    with torch.no_grad(), cache.attached(model):
-        model(ids, cache=cache)
-        model(ids[:, :1], cache=cache)
-    other = fork(cache)
-    assert any(isinstance(layer.held, Packed) for layer in other.layers)
-    logits = []
-    for each, token in ((cache, 3), (other, 4), (cache, 5), (other, 5)):
-        with torch.no_grad(), each.attached(model):
-            logits.append(model(torch.tensor([[token]]), cache=each).logits)
-    alone = PolicyCache(AdaKV(0.3, window_size=4))
-    with torch.no_grad(), alone.attached(model):
-        model(ids, cache=alone)
-        for token in (int(ids[0, 0]), 4, 5):
-            last = model(torch.tensor([[token]]), cache=alone).logits
-    assert torch.equal(last, logits[3])
-    assert not torch.allclose(logits[2], logits[3])
 
 
 PROCESS = """

@@ -106,19 +106,6 @@ def test_padded_batch_equals_dense_attention_over_two_turns(name: str) -> None:
     assert report.held_bytes - report.padding_bytes == tokens * SLOT_BYTES
 
 
-def test_each_row_keeps_what_it_keeps_alone() -> None:
-    lengths = (50, 31, 20)
-    together = prefilled(POLICIES["adakv"], lengths)
-    for row, length in enumerate(lengths):
-        alone = PolicyCache(POLICIES["adakv"])
-        ids = torch.tensor([random_tokens(row, length)])
-        llama().generate(ids, cache=alone, max_new_tokens=1)
-        for here, there in zip(together.layers, alone.layers, strict=True):
-            for head in range(2):
-                mine, own = here.positions[row, head], there.positions[0, head]
-                assert mine[mine >= 0].tolist() == own[own >= 0].tolist()
-
-
 def test_ada_kv_is_held_without_padding() -> None:
     """Rows of 50 and 30 tokens at 0.2: 2 heads hold 20 and 12 in all, whatever one of them has."""
     store = prefilled(AdaKV(0.2, window_size=4), (50, 30))

@@ -36,24 +36,23 @@ from kvpolicy.policies import (
     WindowMaxPoolScorer,
 )
 from tests.integrations.fuzz.drawing import windowed
-from tests.integrations.support.conversation import left_padded
+from tests.integrations.support.conversation import left_padded, prompt
+from tests.integrations.support.reading import assert_same_positions
 from tests.reference import random_tokens, tiny_model
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
 
 
 def generate(model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor) -> Tensor:
     return model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=7, do_sample=False)
 
 
-def saved(model: PreTrainedModel, path: Path, policy: CachePolicy | None = None) -> Path:
-    cache = PolicyCache(policy or SnapKV(0.4))
-    ids = torch.tensor([random_tokens(0, 60)])
+def held(model: PreTrainedModel, policy: CachePolicy | None = None) -> PolicyCache:
+    cache, ids = PolicyCache(policy or SnapKV(0.4)), prompt(60)
     generate(model, cache, ids, torch.ones_like(ids))
-    cache.save(path / "cache.safetensors")
+    return cache
+
+
+def saved(model: PreTrainedModel, path: Path, policy: CachePolicy | None = None) -> Path:
+    held(model, policy).save(path / "cache.safetensors")
     return path / "cache.safetensors"
 
 
@@ -61,14 +60,6 @@ def going_on(cache: PolicyCache, added: int = 14) -> Tensor:
     """What a cache has read, and some more tokens."""
     assert cache._reader.tokens is not None
     return torch.cat([cache._reader.tokens.ids, torch.tensor([random_tokens(5, added)])], dim=1)
-
-
-def test_another_model_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
-    cache = PolicyCache.load(saved(model, tmp_path))
-    ids = going_on(cache)
-    with pytest.raises(ValueError, match="model must be the one that filled the saved cache"):
-        generate(tiny_model("llama", seed=2), cache, ids, torch.ones_like(ids))
-    generate(tiny_model("llama", seed=1), cache, ids, torch.ones_like(ids))  # the same, loaded anew
 
 
 @pytest.mark.parametrize(
@@ -96,6 +87,10 @@ def test_another_policy_is_refused(model: PreTrainedModel, tmp_path: Path) -> No
     with pytest.raises(ValueError, match="policy must be the one that filled the cache"):
         PolicyCache.load(path, SnapKV(0.2))
     PolicyCache.load(path, SnapKV(0.4))
+    policy = POLICIES["parts"]
+    path = saved(model, tmp_path, policy)
+    with pytest.raises(ValueError, match="the one that filled the cache .* which is CachePolicy"):
+        PolicyCache.load(path, attrs.evolve(policy, selector=GQAGroupSelector(0.5)))
 
 
 @attrs.frozen
@@ -137,9 +132,7 @@ def test_what_is_no_saved_cache(model: PreTrainedModel, tmp_path: Path) -> None:
 def test_what_cannot_be_saved(model: PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cache must have read a prompt"):
         PolicyCache(SnapKV()).save(tmp_path / "cache")
-    cache = PolicyCache(SnapKV())
-    ids = torch.tensor([random_tokens(0, 60)])
-    generate(model, cache, ids, torch.ones_like(ids))
+    cache = held(model)
     with pytest.raises(ValueError, match="while the model that filled it exists"):
         copy.deepcopy(cache).save(tmp_path / "cache")
     with pytest.raises(FileNotFoundError):
@@ -148,13 +141,6 @@ def test_what_cannot_be_saved(model: PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="taken"):
         cache.save(tmp_path / "taken")
     assert [each.name for each in tmp_path.iterdir()] == ["taken"]  # nothing half-written
-
-
-def held(model: PreTrainedModel, policy: CachePolicy | None = None) -> PolicyCache:
-    cache = PolicyCache(policy or SnapKV(0.4))
-    ids = torch.tensor([random_tokens(0, 60)])
-    generate(model, cache, ids, torch.ones_like(ids))
-    return cache
 
 
 def test_a_link_leads_to_the_file_that_is_written(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -177,6 +163,11 @@ def test_a_link_leads_to_the_file_that_is_written(model: PreTrainedModel, tmp_pa
 
 def test_what_is_no_regular_file(model: PreTrainedModel, tmp_path: Path) -> None:
     cache, pipe = held(model), tmp_path / "pipe"
+    for use in (PolicyCache.load, cache.save):
+        for no_path in (None, 3, True, b"cache"):
+            message = f"path must be a str or os.PathLike, got {no_path!r}"
+            with pytest.raises(TypeError, match=message):
+                use(no_path)
     os.mkfifo(pipe)
     (tmp_path / "folder").mkdir()
     for path in (pipe, tmp_path / "folder"):
@@ -298,8 +289,7 @@ def test_a_layer_of_another_kind_than_the_models(model: PreTrainedModel, tmp_pat
 def loaded_from(cache: PolicyCache, path: Path) -> PolicyCache:
     cache.save(path / "cache.safetensors")
     loaded = PolicyCache.load(path / "cache.safetensors")
-    for one, other in zip(loaded.layers, cache.layers, strict=True):
-        assert torch.equal(one.positions, other.positions)
+    assert_same_positions(loaded, cache)
     return loaded
 
 
@@ -335,14 +325,6 @@ def test_a_sliding_window_that_leaves_nothing(tmp_path: Path) -> None:
     loaded_from(cache, tmp_path)
     cache.batch_select_indices(torch.tensor([0]))
     loaded_from(cache, tmp_path)
-
-
-@pytest.mark.parametrize("path", [None, 3, True, b"cache"])
-def test_what_is_no_path(model: PreTrainedModel, path: Any) -> None:
-    cache = held(model)
-    for use in (PolicyCache.load, cache.save):
-        with pytest.raises(TypeError, match=f"path must be a str or os.PathLike, got {path!r}"):
-            use(path)
 
 
 @pytest.mark.parametrize("name", list(registered("policy")))
@@ -391,13 +373,6 @@ def test_a_loaded_cache_goes_on_as_the_saved_one(
     ids = going_on(cache)
     answers = [generate(model, each, ids, torch.ones_like(ids)) for each in (loaded, cache)]
     assert torch.equal(*answers)
-
-
-def test_a_policy_with_another_part_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
-    policy = POLICIES["parts"]
-    path = saved(model, tmp_path, policy)
-    with pytest.raises(ValueError, match="the one that filled the cache .* which is CachePolicy"):
-        PolicyCache.load(path, attrs.evolve(policy, selector=GQAGroupSelector(0.5)))
 
 
 @pytest.mark.parametrize("version", ["0", "2", None])

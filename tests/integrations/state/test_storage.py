@@ -19,7 +19,7 @@ from kvpolicy.integrations.transformers import (
 from kvpolicy.integrations.transformers.state import storage
 from kvpolicy.policies import FastKV, FullContext, GemFilter, ReplayKV, SnapKV
 from tests.integrations.support.conversation import left_padded
-from tests.reference import random_tokens, tiny_model
+from tests.reference import random_tokens
 
 PACKAGES = {"quanto": "optimum", "hqq": "hqq"}
 BACKENDS = [
@@ -38,11 +38,6 @@ POLICIES: dict[str, CachePolicy] = {
     "gemfilter": GemFilter(retention_rate=0.4),
     "replaykv": ReplayKV(0.4),
 }
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
 
 
 def turns(model: PreTrainedModel, cache: PolicyCache) -> tuple[list[Tensor], list[Any]]:

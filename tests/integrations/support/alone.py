@@ -25,13 +25,7 @@ TOLERANCE = 3e-4
 
 @attrs.define
 class Acted:
-    """What an act left of its prompt.
-
-    Attributes:
-        start: position of the prompt's first token.
-        end: position behind its last token.
-        passed: by layer that dropped tokens, the positions that it passed on.
-    """
+    """What an act left of its prompt."""
 
     start: int
     end: int

@@ -34,11 +34,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class SummedView(LayerView):
-    """A layer view with the sum of attention that each position has received.
-
-    Attributes:
-        sums: per KV head, position to attention; the first query is the prompt's first.
-    """
+    """A layer view with the sum of attention that each position has received."""
 
     sums: Sequence[dict[int, float]] = field(default_factory=list)
 

@@ -38,12 +38,7 @@ class NearTieError(Exception):
 
 @attrs.frozen
 class Windowed:
-    """A method that, in layers with a sliding window, keeps exactly the window's tokens.
-
-    Attributes:
-        method: decides in the other layers, and where the whole context fits the window.
-        windows: of each layer; None where it sees all.
-    """
+    """A method that, in layers with a sliding window, keeps exactly the window's tokens."""
 
     method: Method
     windows: Sequence[int | None]

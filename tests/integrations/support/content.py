@@ -17,13 +17,7 @@ from tests.reference.selection import head_mean
 
 @attrs.frozen
 class MassPropagation(PropagationPolicy):
-    """Passes on a window, and the top tokens that hold a share of the saliency.
-
-    Args:
-        layers: The layers after which it acts.
-        mass: Share of the saliency of the tokens before the window, in (0, 1].
-        window_size: Last tokens that always go on.
-    """
+    """Passes on a window, and the top tokens that hold a share of the saliency."""
 
     layers: tuple[int, ...] = (1,)
     mass: float = 0.9

@@ -244,13 +244,7 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of a conversation's parts, in tokens.
-
-    Attributes:
-        first: of each row's prompt in the first turn.
-        second: of the tokens that each row's user adds in the second turn.
-        num_decode: decode steps of each turn.
-    """
+    """The lengths of a conversation's parts, in tokens."""
 
     first: tuple[int, ...] = FIRST_LENS
     second: tuple[int, ...] = SECOND_LENS
@@ -351,6 +345,11 @@ def kept_at(positions: Tensor | None, row: int, num_decode: int) -> list[list[in
     return [[p for p in head if p >= 0] for head in held]
 
 
+def prompt(length: int, seed: int = 0) -> Tensor:
+    """Token ids ``[1, length]``."""
+    return torch.tensor([random_tokens(seed, length)])
+
+
 def left_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     """Returns token ids and mask of left-padded rows, both `[batch, longest]`."""
     longest = max(map(len, rows))
@@ -389,3 +388,31 @@ def assert_same(turn: Turn, index: int, expected: TurnResult) -> None:
     difference = (turn.logits[index] - want).abs().max()
     assert difference <= TOLERANCE, f"logits differ by {difference}"
     assert turn.tokens[index].tolist() == expected.tokens
+
+
+def assert_as_reference(
+    model: PreTrainedModel,
+    policy: CachePolicy,
+    method: Method,
+    rows: tuple[int, ...],
+    lengths: Lengths = USUAL,
+    state_class: type[ReferenceState] = ReferenceState,
+    **how: Any,
+) -> list[Turn]:
+    """Asserts that both turns of a batch are what the reference gives for each row alone."""
+    _, turns = run_conversation(model, policy, rows, lengths, **how)
+    for index, row in enumerate(rows):
+        expected = expected_turns(model, method, row, lengths, state_class)
+        for turn, of_row in zip(turns, expected, strict=True):
+            assert_same(turn, index, of_row)
+    return turns
+
+
+def assert_alike(found: list[Turn], want: list[Turn], tolerance: float = TOLERANCE) -> None:
+    """Asserts that turns keep, pass on and say the same; logits up to a share of the largest."""
+    for one, other in zip(found, want, strict=True):
+        assert one.kept == other.kept
+        assert one.propagated == other.propagated
+        assert torch.equal(one.tokens, other.tokens)
+        difference = (one.logits - other.logits).abs().max()
+        assert difference <= tolerance * max(float(other.logits.abs().max()), 1)

@@ -70,11 +70,7 @@ class _Functions(TorchFunctionMode):
 
 
 class Looks:
-    """A context manager that counts operations that would wait for a GPU if tensors were on one.
-
-    Attributes:
-        places: Number of reads by kind of read and the innermost line of the library that made it.
-    """
+    """A context manager that counts operations that would wait for a GPU if tensors were on one."""
 
     def __init__(self) -> None:
         self.places: Counter[str] = Counter()

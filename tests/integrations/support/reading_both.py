@@ -18,15 +18,7 @@ from tests.reference import PAD_TOKEN_ID
 
 @attrs.frozen
 class Call:
-    """The form of a forward's arguments; results must not depend on it.
-
-    Attributes:
-        embeds: whether embeddings are given in the place of tokens.
-        positions: whether positions are given.
-        mask: whether a mask of ones is given.
-        keep: how many of the last tokens' logits are asked for; 0 for all.
-        states: whether hidden states are asked for.
-    """
+    """The form of a forward's arguments; results must not depend on it."""
 
     embeds: bool = False
     positions: bool = False
@@ -37,12 +29,7 @@ class Call:
 
 @attrs.define
 class ReadingBoth(Comparison):
-    """A comparison that feeds the same prompts and tokens to the cache and to the reference.
-
-    Attributes:
-        bound: how the policy bounds answers, for the reference; None if it does not bound them.
-        row_kind: the reference's rows, where answers are not bounded.
-    """
+    """A comparison that feeds the same prompts and tokens to the cache and to the reference."""
 
     bound: Bound | None = None
     row_kind: type[Row] = Row
@@ -95,17 +82,7 @@ class ReadingBoth(Comparison):
         drafts: int | None = None,
         chunk: int | None = None,
     ) -> None:
-        """Runs a turn by `generate`.
-
-        Args:
-            new: the prompt.
-            ended: see `prompt`.
-            count: tokens to generate at most.
-            ends: tokens that end a text.
-            alone: whether to give the new tokens alone, with a mask over all.
-            drafts: how many tokens to look up in the prompt, if any.
-            chunk: length of the prompt's chunks, if it comes in chunks.
-        """
+        """Runs a turn by `generate`; `alone` gives the new tokens alone, with a mask over all."""
         before = self.cache.get_seq_length()
         expected = self._act(new, ended)
         whole, mask = tensors(self.columns)

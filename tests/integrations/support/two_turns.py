@@ -7,8 +7,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
-from tests.integrations.hybrids.models import apart, generate, padded, tokens
+from tests.integrations.hybrids.models import apart, generate, tokens
 from tests.integrations.model.builds.dense import Seen, dense_logits
+from tests.integrations.support.conversation import left_padded
 
 READ = 3  # of the four tokens that a turn decodes
 
@@ -68,11 +69,11 @@ def off_in_two_turns(
         dense attention to everything.
     """
     rows = [tokens(row, count) for row, count in enumerate(lens)]
-    ids, mask = padded(rows)
+    ids, mask = left_padded(rows)
     held, passed = [], []
     said, _ = generate(model, cache, ids, mask, **kwargs)
     _note(cache, held, passed)
-    more, more_mask = padded([tokens(10 + row, count) for row, count in enumerate(added)])
+    more, more_mask = left_padded([tokens(10 + row, count) for row, count in enumerate(added)])
     answer = said[:, ids.shape[1] :]
     question = torch.cat([said, more], dim=1)
     whole_mask = torch.cat([mask, torch.ones_like(answer), more_mask], dim=1)

@@ -38,12 +38,7 @@ class Turn:
 
 @dataclass
 class Talk:
-    """A batch of rows over one or more turns.
-
-    Attributes:
-        rows: of each row its parts, prompts and answers in turn.
-        turns: what `generate` gave.
-    """
+    """A batch of rows over one or more turns."""
 
     rows: list[list[Part]]
     turns: list[Turn]
@@ -55,14 +50,7 @@ def converse(
     store: Any,
     prompts: Sequence[Sequence[Part]],
 ) -> Talk:
-    """Reads every row's prompts one after another, each with all that was said before.
-
-    Args:
-        family: of the model.
-        model: to generate with.
-        store: the cache that goes through all turns, or None for `generate`'s own.
-        prompts: of each row, one for every turn.
-    """
+    """Reads every row's prompts one after another, each with all that was said before."""
     talk = Talk([[] for _ in prompts], [])
     for number in range(len(prompts[0])):
         for row, own in zip(talk.rows, prompts, strict=True):

@@ -106,10 +106,6 @@ class VisionFamily:
         """Builds the model, float32, in evaluation mode, without an end-of-sequence token.
 
         No special token is ever the most probable, so that what was generated is text.
-
-        Args:
-            seed: of the weights; the global random state is neither used nor changed.
-            attn_implementation: attention function of Transformers.
         """
         config_class: Any = CONFIG_MAPPING[self.model_type]
         config = config_class(
@@ -222,20 +218,16 @@ FAMILIES: dict[str, VisionFamily] = {
         around=((BEGIN,), (END,)),
         windows=(None,) * 5,
     ),
-    "smolvlm": VisionFamily(
-        "smolvlm",
-        {"model_type": "llama"},
-        {**_TOWER, "image_size": 40, "patch_size": 4},
-        {"image_token_id": IMAGE, "scale_factor": 2},
-        around=((BEGIN, GLOBAL), (BEGIN,)),
-    ),
-    "idefics3": VisionFamily(
-        "idefics3",
-        {"model_type": "llama"},
-        {**_TOWER, "image_size": 40, "patch_size": 4},
-        {"image_token_id": IMAGE, "scale_factor": 2},
-        around=((BEGIN, GLOBAL), (BEGIN,)),
-    ),
+    **{
+        name: VisionFamily(
+            name,
+            {"model_type": "llama"},
+            {**_TOWER, "image_size": 40, "patch_size": 4},
+            {"image_token_id": IMAGE, "scale_factor": 2},
+            around=((BEGIN, GLOBAL), (BEGIN,)),
+        )
+        for name in ("smolvlm", "idefics3")
+    },
     "paligemma": VisionFamily(
         "paligemma",
         {"model_type": "gemma", "head_dim": 12},

@@ -17,10 +17,11 @@ from kvpolicy.integrations.transformers.checking import check_model
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV, StreamingLLM
-from tests.integrations.hybrids.models import apart, generate, padded, tokens
+from tests.integrations.hybrids.models import apart, generate, tokens
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.model.builds.dense import Seen, decoder_layers, dense_logits
 from tests.integrations.model.builds.judge import DECODED, seen_by
+from tests.integrations.support.conversation import left_padded
 
 ROWS = [tokens(0, 47), tokens(1, 31)]
 CROSS, TILES, SIDE, PATCHES = 1, 4, 32, 17
@@ -40,13 +41,7 @@ def model() -> PreTrainedModel:
 
 
 def image(row: int, length: int, columns: int) -> dict[str, Tensor]:
-    """An image of two tiles, which the tokens from the row's fifth on see.
-
-    Args:
-        row: of the batch: each has an image of its own.
-        length: tokens of the row.
-        columns: with its padding.
-    """
+    """An image of two tiles, which the tokens from the row's fifth on see."""
     generator = torch.Generator().manual_seed(50 + row)
     seen = torch.zeros(1, columns, 1, TILES, dtype=torch.int64)
     seen[:, columns - length + 4 :, :, :2] = 1
@@ -69,7 +64,7 @@ def images(rows: list[list[int]], numbers: list[int] | None = None) -> dict[str,
 def read(rows: list[list[int]], policy: CachePolicy = SNAPKV) -> tuple[PolicyCache, Tensor]:
     """A cache that has read rows with their images, and what was said."""
     store = PolicyCache(policy)
-    said, _ = generate(model(), store, *padded(rows), **images(rows))
+    said, _ = generate(model(), store, *left_padded(rows), **images(rows))
     return store, said
 
 
@@ -103,7 +98,7 @@ def test_each_row_with_its_image_against_dense_attention(
     policy: str, rows: list[list[int]]
 ) -> None:
     store, new = PolicyCache(POLICIES[policy]), 1 + DECODED
-    said, logits = generate(model(), store, *padded(rows), **images(rows), max_new_tokens=new)
+    said, logits = generate(model(), store, *left_padded(rows), **images(rows), max_new_tokens=new)
     for row, ids in enumerate(rows):
         whole, end = ids + said[row, -new:-1].tolist(), len(ids)
         seen = seen_by(store, row, end)
@@ -124,7 +119,7 @@ def test_all_of_an_image_is_held_and_counted() -> None:
     assert line.held_bytes == line.full_bytes == layer.keys.nbytes + layer.values.nbytes
     assert not line.holds_tokens
     own = DynamicCache(config=model().config)
-    generate(model(), own, *padded(ROWS), **images(ROWS))
+    generate(model(), own, *left_padded(ROWS), **images(ROWS))
     torch.testing.assert_close(layer.keys, own.layers[CROSS].keys)
     torch.testing.assert_close(layer.values, own.layers[CROSS].values)
 
@@ -132,7 +127,7 @@ def test_all_of_an_image_is_held_and_counted() -> None:
 def test_two_turns_with_everything_are_the_models_own() -> None:
     own, store = DynamicCache(config=model().config), PolicyCache(FullContext())
     want, found = (
-        goes_on(each, generate(model(), each, *padded(ROWS), **images(ROWS))[0], ROWS)
+        goes_on(each, generate(model(), each, *left_padded(ROWS), **images(ROWS))[0], ROWS)
         for each in (own, store)
     )
     torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
@@ -141,7 +136,7 @@ def test_two_turns_with_everything_are_the_models_own() -> None:
 @pytest.mark.parametrize("with_image", [True, False])
 def test_a_file_and_a_copy_go_on_alike(with_image: bool, tmp_path: Path) -> None:
     store, more = PolicyCache(SNAPKV), images(ROWS) if with_image else {}
-    said, _ = generate(model(), store, *padded(ROWS), **more)
+    said, _ = generate(model(), store, *left_padded(ROWS), **more)
     assert (store.layers[CROSS].keys is not None) is with_image
     store.save(tmp_path / "cache")
     others = PolicyCache.load(tmp_path / "cache"), copy.deepcopy(store)
@@ -177,7 +172,7 @@ def test_tokens_are_taken_back_and_images_stay() -> None:
 def test_beams_are_the_models_own() -> None:
     own, store = DynamicCache(config=model().config), PolicyCache(FullContext())
     want, found = (
-        generate(model(), each, *padded(ROWS[:1]), **images(ROWS[:1]), num_beams=3)[0]
+        generate(model(), each, *left_padded(ROWS[:1]), **images(ROWS[:1]), num_beams=3)[0]
         for each in (own, store)
     )
     assert torch.equal(found, want)

@@ -12,6 +12,7 @@ from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.integrations.vllm import ServedDocument
 from kvpolicy.policy import CachePolicy
+from tests.integrations.support.reading import read
 
 
 def plain_cache(document: ServedDocument) -> DynamicCache:
@@ -32,15 +33,10 @@ def served_logits(model: Any, document: ServedDocument, question: Tensor) -> Ten
     return output.logits[0]
 
 
-@torch.no_grad()
 def read_prompt(
     model: Any, policy: CachePolicy, ids: Tensor, mask: Tensor | None = None
 ) -> PolicyCache:
-    """A cache that has read prompts ``[batch, len]`` under a policy."""
-    cache = PolicyCache(policy)
-    with cache.attached(model):
-        model(ids, attention_mask=mask, cache=cache)
-    return cache
+    return read(model, policy, ids, mask)[0]
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
 
 from kvpolicy.integrations.vllm import DocumentError, ServedDocument, export, files
 from kvpolicy.integrations.vllm.document import placeholder_ids
@@ -17,11 +16,6 @@ from tests.integrations.vllm.plain import damage, read_prompt
 from tests.reference import tiny_model
 
 PROMPT = torch.randint(0, 97, (1, 50), generator=torch.Generator().manual_seed(6))
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama", seed=1)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -111,13 +112,7 @@ NOT_BUILT = {
 
 @dataclass(frozen=True)
 class Build:
-    """How to build one tiny model.
-
-    Attributes:
-        name: of the build: the type's, or a variant's.
-        model_type: Transformers' name of the architecture.
-        patch: fields of the configuration, before those made from their names.
-    """
+    """How to build one tiny model."""
 
     name: str
     model_type: str
@@ -128,12 +123,7 @@ class Build:
         return config_class(**shrunk(config_class, **self.patch))
 
     def model(self, seed: int = 1, *, attn_implementation: str | None = None) -> PreTrainedModel:
-        """Builds the model, float32, in evaluation mode, with weights that attend peakedly.
-
-        Args:
-            seed: of the weights; the global random state is neither used nor changed.
-            attn_implementation: None for the one that Transformers chooses.
-        """
+        """Builds the model, float32, in evaluation mode, with weights that attend peakedly."""
         # Building a model draws from the global generator, and warns of much that is not ours.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -161,3 +151,9 @@ def builds() -> dict[str, Build]:
         if kind in types:
             found[name] = Build(name, kind, patch)
     return found
+
+
+@cache
+def built(name: str) -> PreTrainedModel:
+    """The model of a build, for tests that do not change it."""
+    return builds()[name].model()

@@ -100,12 +100,6 @@ def seen_after(store: PolicyCache, row: int, prompt_len: int, length: int) -> li
 
     A prompt's tokens see those that reached their layer; later ones what was kept of the prompt,
     and all newer ones. Every token sees itself.
-
-    Args:
-        store: What has read the row in one prompt, and tokens after it.
-        row: Of the batch.
-        prompt_len: Tokens of the row's prompt.
-        length: Tokens of the row.
     """
     later = torch.arange(length) >= prompt_len
     reaching = torch.ones(length, dtype=torch.bool)
@@ -134,12 +128,7 @@ def apart(found: Tensor, want: Tensor) -> float:
 
 
 class Judge:
-    """Judges one model.
-
-    Args:
-        name: of the build.
-        model: built by `catalogue`.
-    """
+    """Judges one model."""
 
     def __init__(self, name: str, model: PreTrainedModel) -> None:
         self.verdict = Verdict(name)
