@@ -22,11 +22,12 @@ RESULT = ROOT / "benchmarks/results/real.json"
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs/results.md",
+    ROOT / "docs/memory.md",
     *sorted((ROOT / "docs/methods").glob("*.md")),
 )
 PICTURE = ROOT / "docs/real.png"
 # Of the picture: methods that people know, and the one that stands apart.
-SHOWN = ("replaykv", "kvzip", "criticalkv", "snapkv", "fastkv", "keydiff", "streamingllm")
+SHOWN = ("replaykv", "kvzip", "chunkkv", "snapkv", "fastkv", "keydiff", "streamingllm")
 _MARK = re.compile(r"(<!-- real: (\w+) (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 _COLOURS = ("#08519c", "#6a51a3", "#31a354", "#e6550d", "#a63603", "#7f7f7f", "#bdbdbd")
 

@@ -59,12 +59,6 @@ def test_versions_licences_and_addresses_agree() -> None:
         assert url.startswith(address)
 
 
-def test_badges_are_true() -> None:
-    said = dict(re.findall(r"img\.shields\.io/badge/(\w+)-([\w.+]+)-", README))
-    licence = PROJECT["project"]["license"].replace("-", "_")
-    assert said == {"licence": licence}
-
-
 def test_the_requirements_that_the_readme_names() -> None:
     needs = PROJECT["project"]
     lowest = {
