@@ -64,11 +64,13 @@ def forwards_of(counts: Sequence[Sequence[int]], first: int = 1) -> list[list[li
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_each_row_chooses_as_it_does_alone(model: PreTrainedModel, name: str) -> None:
-    """Questions, an answer, pauses, several tokens at once."""
+    """Questions, an answer, pauses, rows that change places, several tokens at once."""
     policy = POLICIES[name]
     side = BesideAlone(model, model, (), policy, None, PolicyCache(policy))  # type: ignore[arg-type]
     side.prompt([DOCUMENT] * 4, [0] * 4, Call())
-    for rows in forwards_of([*ANSWER, *PAUSES]):
+    for number, rows in enumerate(forwards_of([*ANSWER, *PAUSES])):
+        if number == len(ANSWER) + 3:  # when some rows have paused
+            side.take_rows([2, 0, 3, 1], reorder=True)
         longest = max(map(len, rows))
         side.append([[*[None] * (longest - len(row)), *row] for row in rows], Call())
         side.check()
