@@ -15,6 +15,7 @@ def plot_comparison(found: Comparison) -> bytes:
     """Plot right answers, or the probability lost, and the time of prefill; return PNG bytes.
 
     A line for each policy and a dot for each budget, with the 95% interval of its right answers.
+    The times have a panel if there are any.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -25,7 +26,9 @@ def plot_comparison(found: Comparison) -> bytes:
     best = {name: _best(found, groups, name) for name in names}
     names.sort(key=lambda name: best[name], reverse=True)
     figure = new_figure(_WIDTH, len(names) + 4)
-    answers, cost = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    ratios = (3,) if found.full.times is None else (3, 2)
+    panels = figure.subplots(1, len(ratios), sharey=True, squeeze=False, width_ratios=ratios)[0]
+    answers = panels[0]
     for index, (budget, rows) in enumerate(groups.items()):
         colour = _COLOURS[index % len(_COLOURS)]
         shift = _HEIGHT * (index - (len(groups) - 1) / 2)
@@ -40,7 +43,9 @@ def plot_comparison(found: Comparison) -> bytes:
                 answers.plot(lost, place, "o", color=colour, label=f"keeping {budget}")
             if row.times is not None and found.full.times is not None:
                 ratio = row.times.ratio(found.full.times, "prefill").median
-                cost.barh(names.index(name_of(row.variant)), ratio, height=0.6, color="#999999")
+                panels[1].barh(
+                    names.index(name_of(row.variant)), ratio, height=0.6, color="#999999"
+                )
     answers.set_yticks(range(len(names)), names, fontsize=9)
     answers.set_ylim(len(names) - 0.4, -0.6)
     if scored:
@@ -54,9 +59,10 @@ def plot_comparison(found: Comparison) -> bytes:
     handles, labels = answers.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     answers.legend(unique.values(), unique.keys(), fontsize=8, loc="best")
-    cost.axvline(1, color="black", linewidth=1, linestyle=":")
-    cost.set_xlabel("time of prefill; full context = 1")
-    for axes in (answers, cost):
+    for cost in panels[1:]:
+        cost.axvline(1, color="black", linewidth=1, linestyle=":")
+        cost.set_xlabel("time of prefill; full context = 1")
+    for axes in panels:
         axes.grid(axis="y", color="#eeeeee")
         axes.set_axisbelow(True)
         axes.tick_params(left=False)
