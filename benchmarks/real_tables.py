@@ -180,7 +180,7 @@ def method(data: Mapping[str, Any], name: str) -> str:
 
 
 def kept(data: Mapping[str, Any], model: str, tokens: str, timed: str, *names: str) -> str:
-    """Return the README's table: answers and probability at 10% and 20%, and prefill.
+    """Return a table of answers and of probability lost at 10% and 20%, and of prefill.
 
     Args:
         data: The results.
@@ -202,12 +202,10 @@ def kept(data: Mapping[str, Any], model: str, tokens: str, timed: str, *names: s
 
 
 def _both(value: Callable[[str, float], float | None], name: str, digits: int) -> str:
-    """Return a number at 10% and at 20%."""
+    """Return a number at 10% and at 20%, or full context's one."""
     found = [value(name, rate) for rate in ((1.0,) if name == FULL else (0.1, 0.2))]
-    return " / ".join(
-        "" if each is None else f"{abs(each) if round(each, digits) == 0 else each:.{digits}f}"
-        for each in found
-    )
+    # Adding 0 makes a rounded -0.0 the number that one writes.
+    return " / ".join("" if it is None else f"{round(it, digits) + 0:.{digits}f}" for it in found)
 
 
 def _called(name: str) -> str:

@@ -164,6 +164,48 @@ def test_the_figures_of_the_readme_are_the_measured_ones() -> None:
     assert f"it takes {fast:.1f} s and holds {kept / 1e9:.1f} GB" in text
 
 
+def test_the_numbers_of_the_readmes_words_are_measured() -> None:
+    """Those beside its tables: of the results on real models, and of the GPU's."""
+    cells = read_json(ROOT / "benchmarks/results/real.json")["cells"]
+
+    def right(policy: str, cell: str = "smollm2 needles 1000 known") -> float:
+        rows = cells[cell]["rows"]
+        (score,) = (it["score"] for it in rows if (it["policy"], it["kind"]) == (policy, "all"))
+        return float(100 * score)
+
+    def lost(policy: str, cell: str) -> float:
+        full = right("full context", cell)
+        return (full - right(policy, cell)) / full
+
+    def percents(*policies: str) -> list[str]:
+        return [f"{right(f'{each} 0.2'):.0f}%" for each in policies]
+
+    later = f"{right('replaykv 0.2', 'smollm2 needles 1000 later'):.0f}%"
+    snap_later = f"{right('snapkv 0.2', 'smollm2 needles 1000 later'):.0f}%"
+    replay, snap, drop, fast, gem, chunk = percents(
+        *("replaykv", "snapkv", "replaykv_dropping", "fastkv", "gemfilter", "chunkkv")
+    )
+    times = cells["smollm2 needles 4000 known"]["times"]
+    gpu = read_json(ROOT / "benchmarks/results/gpu.json")["cells"]
+    speed = {it["policy"]: it["prefill_speedup"] for it in gpu if it["context"] == 131072}
+    for said in (
+        f"| {replay}, later {later}; `SnapKV` {snap}, {snap_later} |",
+        f"| {drop} in {times['replaykv_dropping']['prefill_cpu']:.2f} of the time |",
+        f"| {speed['fastkv']:.1f}, {speed['gemfilter']:.1f} times as fast at 131,072 tokens; "
+        f"{fast}, {gem} |",
+        f"| {chunk}, {snap}; prefill as full context |",
+    ):
+        assert said in README
+    for policy in ("snapkv", "chunkkv"):
+        assert times[policy]["prefill_cpu"] == pytest.approx(1, abs=0.05)
+    # "loses two thirds of the answers on Gemma 3 270M; ... a third, and half with a drop"
+    assert lost("replaykv 0.2", "gemma needles 1000 known") == pytest.approx(2 / 3, abs=0.1)
+    assert lost("replaykv 0.2", "smollm2 needles 2000 known") == pytest.approx(1 / 3, abs=0.1)
+    assert lost("replaykv_dropping 0.2", "smollm2 needles 2000 known") == pytest.approx(
+        1 / 2, abs=0.1
+    )
+
+
 def test_the_tables_of_methods() -> None:
     """The page names every method once, with its page; the README some of them, and how many."""
     classes = sorted(factory.__name__ for factory in registered("policy").values())

@@ -78,7 +78,8 @@ class ReplayKV(EvictionMethod):
 
     def _parts(self) -> Parts:
         check_kind("head_uniform", self.head_uniform, bool)
-        first = max(check_count("protect", self.protect), check_count("num_sinks", self.num_sinks))
+        check_count("protect", self.protect)
+        check_count("num_sinks", self.num_sinks)
         # In a later turn, other queries judge what was held than the turn's own tokens.
         apart = functools.partial(GlobalThresholdSelector, turns_apart=True)
         kind = SameTokensSelector if self.head_uniform else apart
@@ -86,18 +87,22 @@ class ReplayKV(EvictionMethod):
             self.retention_rate,
             window_size=self.window_size,
             retention_tokens=self.retention_tokens,
-            protect=first,
+            protect=self._first,
         )
-        return self._scorer(), selector, self._propagation(first)
+        return self._scorer(), selector, self._propagation()
+
+    @property
+    def _first(self) -> int:
+        """The number of first tokens that are always kept."""
+        return max(self.protect, self.num_sinks)
 
     def _bounded_selector(self, tokens: int) -> KVSelector | None:
         # Layers choose one by one while an answer is decoded.
-        first = max(self.protect, self.num_sinks)
         return GQAGroupSelector(
-            retention_tokens=tokens, window_size=self.window_size, protect=first
+            retention_tokens=tokens, window_size=self.window_size, protect=self._first
         )
 
-    def _propagation(self, first: int) -> PropagationPolicy:
+    def _propagation(self) -> PropagationPolicy:
         if self.tsp_layer is not None:
             check_count("tsp_layer", self.tsp_layer)
         if check_rate("tsp_rate", self.tsp_rate) == 1:
@@ -106,7 +111,7 @@ class ReplayKV(EvictionMethod):
             self.tsp_rate,
             tsp_layer=self.tsp_layer,
             window_size=max(self.window_size, 1),
-            protect=first,
+            protect=self._first,
             voting_layers=None,
             kernel_size=SPAN,
         )

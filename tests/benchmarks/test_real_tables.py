@@ -70,6 +70,22 @@ def test_tables_by_hand() -> None:
     assert "Not measured yet" in real_tables.written(none, DATA)
 
 
+def test_a_table_of_policies_as_one_writes_them() -> None:
+    """Of a number at 10% and one at 20%; where one was not measured, its place is empty."""
+    text = json.dumps(DATA).replace("m t 9", "m needles 9").replace("-0.625", "-0.496")
+    for name, known in (('"a', '"replaykv_same'), ('"b', '"snapkv')):
+        text = text.replace(f"{name} ", f"{known} ").replace(f'{name}"', f'{known}"')
+    found = real_tables.kept(json.loads(text), "m", "9", "9", "snapkv", "replaykv_same")
+    assert found.splitlines() == [
+        "| policy | right %, known | right %, later "
+        "| nats lost, known | nats lost, later | prefill |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| full context | 100 | 100 | 0.00 | 0.00 | 1.00 |",
+        "| `SnapKV()` | 25 / 50 | 25 / 50 | 1.50 / 0.50 | 1.50 / 0.50 |  |",
+        "| `ReplayKV(head_uniform=True)` |  / 75 |  / 75 |  / 0.00 |  / 0.00 | 0.50 |",
+    ]
+
+
 def test_a_page_is_filled_between_its_marks() -> None:
     page = "A\n<!-- real: lost m 9 0.1 t -->\nold\n<!-- end -->\nB\n"
     found = real_tables.written(page, DATA)

@@ -121,7 +121,13 @@ RETURNED_BY_PROPAGATION = [
 @pytest.mark.parametrize(
     ("check", "base", "name", "returns", "message"),
     [
-        (check_scorer, WindowMaxPoolScorer, "score", lambda found: found.numpy(), "must be a tens"),
+        (
+            check_scorer,
+            WindowMaxPoolScorer,
+            "score",
+            lambda found: found.numpy(),
+            "saliency must be a tensor, got",
+        ),
         *((check_selector, GQAGroupSelector, *each) for each in RETURNED_BY_SELECTORS),
         *(
             (check_propagation, TokenSelectivePropagation, *each)

@@ -82,6 +82,9 @@ def test_a_fresh_cache_unattached(model: PreTrainedModel) -> None:
     assert len(tokens_of(model, prompt(60), cache)[0]) == 7
 
 
+NO_PADDING = "must not turn tokens already read into padding"
+
+
 @pytest.mark.parametrize(
     ("ids", "mask", "message"),
     [
@@ -109,8 +112,8 @@ def test_a_forward_that_does_not_go_on(
         # Transformers would cut off as many of them as the cache has seen.
         ("embeddings", torch.ones(1, 66 + 40).long(), "inputs_embeds must continue the 66 tokens"),
         # A mask that takes out what others were built on, in the prompt and in the answer.
-        (None, (torch.arange(96) != 4).long()[None], "must not turn tokens already read into pad"),
-        (None, (torch.arange(96) != 61).long()[None], "must not turn tokens already read into pad"),
+        (None, (torch.arange(96) != 4).long()[None], NO_PADDING),
+        (None, (torch.arange(96) != 61).long()[None], NO_PADDING),
     ],
 )
 def test_a_conversation_that_does_not_go_on(
@@ -187,10 +190,18 @@ def test_a_mode_in_the_models_own_generation_config(usable: PolicyCache) -> None
 @pytest.mark.parametrize(
     ("use", "error", "message"),
     [
-        (lambda cache: cache.start_turn(prompt_len=0), ValueError, "at least 1, got 0"),
+        (
+            lambda cache: cache.start_turn(prompt_len=0),
+            ValueError,
+            "prompt_len must be at least 1, got 0",
+        ),
         (lambda cache: cache.start_turn(prompt_len=2.0), TypeError, "prompt_len must be an int"),
         *(
-            (lambda cache, count=count: cache.crop(count), TypeError, "tokens_to_remove must be an")
+            (
+                lambda cache, count=count: cache.crop(count),
+                TypeError,
+                "tokens_to_remove must be an int",
+            )
             for count in (-2.0, None, "x", True)
         ),
         *(
@@ -367,7 +378,11 @@ def test_models_without_a_structure_that_can_be_reached(name: str) -> None:
     ("model", "error", "message"),
     [
         ("model", TypeError, r"model must be a torch\.nn\.Module, got str"),
-        (nn.Linear(2, 2), UnsupportedModelError, "must take a cache of Tr.* Linear does not"),
+        (
+            nn.Linear(2, 2),
+            UnsupportedModelError,
+            "must take a cache of Transformers.* Linear does not",
+        ),
     ],
 )
 def test_no_model(model: Any, error: type[Exception], message: str) -> None:

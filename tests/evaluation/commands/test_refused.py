@@ -69,6 +69,9 @@ EARLY: dict[str, str] = {
     "estimate --config x --context 9 -p fastvk -p snapvk": POLICIES,
     "eval -t x --out no-such -p fastvk,snapvk": POLICIES,
     "generate --prompt-file - -p Snap-VK": "'Snap-VK' (did you mean snapkv?); known: ada",
+    "compare -p snapvk --scorer lst_query --selector kep_al": "(did you mean snapkv?)",
+    "compare --scorer lst_query --selector kep_al -p snapvk": "(did you mean last_query?)",
+    "compare --selector kep_al -p snapvk --scorer lst_query": "(did you mean keep_all?)",
     "compare -p snapkv --set windw_size=3 --set kernl_size=3": (
         "--set windw_size (did you mean window_size?) and --set kernl_size (did you mean "
         "kernel_size?) must name a parameter of a chosen policy"
@@ -114,7 +117,7 @@ LATE: dict[str, str] = {
     "compare --task needels": "'needels' (did you mean needles?)",
     "compare --task no-such.jsonl": "or a file of JSON lines, got 'no-such.jsonl'",
     "compare --tsp-layers 1,x": "--tsp-layers must be numbers separated by commas, got '1,x'",
-    FASTKV: "tsp_layer must be in [0, 5]",
+    FASTKV: "tsp_layer must be in [0, 5] for a model of 6 layers, got 6",
     f"compare --out {__file__}": "out must be a folder, got",
     "compare --model MODEL -p snapkv --context 100": "needles with this tokenizer, got 100",
     f"{GENERATE} --device meta": "device must be one that holds numbers, got 'meta'",

@@ -237,5 +237,5 @@ class SideBySide(ReadingBoth):
                     )
         with pytest.raises(ValueError, match=f"only {self.appended} tokens were appended"):
             self.cache.crop(-self.appended - 1)
-        with pytest.raises(ValueError, match="must be 0 or negative"):
+        with pytest.raises(ValueError, match="must be 0 or negative, got 1"):
             self.cache.crop(1)
