@@ -38,7 +38,7 @@ class ReadDocument:
         tokenizer: Its tokenizer.
         document: The text.
         policy: Which of its tokens to keep; by default the 20% that `ReplayKV` keeps. It needs a
-            rotary embedding of one axis; for other models (GPT-2, Qwen2.5-VL) give `KVzip`.
+            rotary embedding; for other models (GPT-2) give `KVzip`.
         chat: True puts document and question into one user message of the tokenizer's chat
             template; False puts the question directly after the document.
         storage: How keys and values are held; see `PolicyCache`.

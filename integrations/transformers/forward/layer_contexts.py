@@ -161,7 +161,7 @@ class InPrompt(AtQueries):
             tokens=at.tokens,
             history=tuple(each.to(device) for each in earlier) if earlier else (),
             held_len=at.reach.seen_by(layer),
-            rotary=layer.facts.rotary(at.gapless) if policy.needs_rotary else None,
+            rotary=layer.facts.rotary(at.read_at) if policy.needs_rotary else None,
             output_weight=layer.facts.weight(inputs.values) if policy.needs_output_weight else None,
         )
 

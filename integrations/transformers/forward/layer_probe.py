@@ -29,6 +29,7 @@ from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.rotary import (
     Form,
     Gapless,
+    GivenPlaces,
     RotaryChannels,
     changes_with_length,
     channels_of,
@@ -76,13 +77,19 @@ class LayerProbe:
         asked = LayerProbe(parts, policy, rotary, weight)
         if not parts.shows_queries:
             asked._refuse("some layers call attention functions of their own")
-        if rotary and has_axes(parts.config):
+        if (policy.gapless or (rotary and policy.propagation.restarts)) and has_axes(parts.config):
             asked._refuse("its rotary positions have several axes, as for the tokens of an image")
         if policy.gapless and changes_with_length(parts.config):
             asked._refuse("its rotary frequencies change with the length of what is read")
         if later is not None and later.needs_rotary and policy.propagation.restarts:
             asked._refuse("after a restart, the keys in the cache are rotated to other positions")
         return asked
+
+    @property
+    def reads_places(self) -> bool:
+        """True if tokens are read where the model or the caller says, and parts must know where."""
+        moves = self.policy.gapless or self.policy.propagation.restarts
+        return self.rotary and not moves
 
     def check_places(self, tokens: SeenTokens) -> None:
         """Check that the rotary positions of the tokens read earlier are known."""
@@ -103,7 +110,7 @@ class LayerProbe:
         *,
         reach: ReachingTokens,
         before: SeenTokens,
-        gapless: Gapless | None,
+        read_at: Gapless | GivenPlaces | None,
         implementation: str,
     ) -> None:
         """Try a layer that is about to run, and note what the policy needs to know of it."""
@@ -132,8 +139,8 @@ class LayerProbe:
             kwargs.get("position_embeddings"),
         )
         places = everything = reach.every_position
-        if gapless is not None:
-            places = gapless.places(everything[:, None])[:, 0]
+        if read_at is not None:
+            places = read_at.places(everything[:, None])[:, 0]
         elif before.skipped is not None:
             places = (everything - before.skipped[:, None]).clamp(min=0)
         if self.rotary:
@@ -162,10 +169,10 @@ class LayerProbe:
                     "tokens' positions by any frequencies of the decoder"
                 )
             self.known.append((given, found))
-        frequencies, scale, form = found
+        frequencies, scale, form, axes = found
         before = layer.facts.turns
         if before is not None and self._are_those(before, frequencies, scale):
-            return before
+            return before if axes is None else attrs.evolve(before, axes=axes)
         if before is not None and layer.held is not None:
             self._refuse(
                 "its rotary frequencies have changed with the length of the context, and the "
@@ -178,7 +185,7 @@ class LayerProbe:
             self._refuse(
                 f"layer {entering.index} does something else to its keys than rotating them"
             )
-        return RotaryChannels(frequencies, scale, channels.to(frequencies.device))
+        return RotaryChannels(frequencies, scale, channels.to(frequencies.device), axes)
 
     def _are_those(self, turns: RotaryChannels, frequencies: Tensor, scale: float) -> bool:
         """True if a layer rotated by these frequencies in an earlier forward too.

@@ -109,7 +109,7 @@ class PassRun:
         self._probe = self._queries.probe(call)
         if self._probe is not None:
             self._probe.check_places(at.before)
-            places: dict[str, Any] = {"reach": at.reach, "before": at.before, "gapless": at.gapless}
+            places: dict[str, Any] = {"reach": at.reach, "before": at.before, "read_at": at.read_at}
             self._places = {**places, "implementation": call.implementation}
         plain = self.stage is None and made.features is None and self._probe is None
         spares = at.first and call.attended is None

@@ -20,7 +20,7 @@ from kvpolicy.integrations.transformers.forward.layer_masks import LayerMasks
 from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
 from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens
 from kvpolicy.integrations.transformers.forward.stage import StagePiece
-from kvpolicy.integrations.transformers.model.rotary import Gapless
+from kvpolicy.integrations.transformers.model.rotary import Gapless, GivenPlaces
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -68,6 +68,7 @@ class PassState:
                 acts=made.at_queries.keys is not KeyUse.APPEND,
                 skipped=incoming.skipped,
                 kinds=incoming.kinds,
+                places=_given_places(call, incoming),
                 bounded=made.at_queries.bounded,
             )
         else:
@@ -89,16 +90,26 @@ class PassState:
             in_prompt=made.in_prompt,
             padding_first=made.at_queries.padding_first,
         )
-        self.gapless = (
-            None
-            if incoming.skipped is None
-            else Gapless(self.reach.positions, incoming.tokens.lengths)
-        )
+        # Where tokens are read; None if at their original positions.
+        self.read_at: Gapless | GivenPlaces | None = tokens.given_places
+        if incoming.skipped is not None:
+            self.read_at = Gapless(self.reach.positions, incoming.tokens.lengths)
 
     @functools.cached_property
     def seen_len(self) -> tuple[int, ...]:
         """The number of tokens seen in each row, the current pass's tokens included."""
         return tuple(self.tokens.lengths.tolist())
+
+
+def _given_places(call: Call, incoming: Incoming) -> Tensor | None:
+    """Return the position ids ``[axes, batch or 1, new_len]`` if parts of the policy ask for them.
+
+    A token alone follows those before it.
+    """
+    ids: Tensor | None = incoming.arguments.get("position_ids")
+    if call.probe is None or not call.probe.reads_places or ids is None or ids.shape[-1] == 1:
+        return None
+    return ids[None] if ids.ndim == 2 else ids[-3:]  # an axis before them counts tokens
 
 
 class AtQueries:

@@ -25,28 +25,39 @@ class RotaryChannels:
         scale: Factor on the rotated channels, as in YaRN.
         channels: int64 ``[2, pairs]``, the first and the second channel of each pair; no pairs if
             the layer rotates nothing.
+        axes: int64 ``[pairs]``, the axis of positions by which each pair is rotated; None if
+            positions have one.
     """
 
     frequencies: Tensor
     scale: float
     channels: Tensor
+    axes: Tensor | None = None
 
     def turned(self, states: Tensor, places: Tensor, *, back: bool = False) -> Tensor:
         """Rotate queries or keys to positions ``places``; with ``back``, undo such a rotation.
 
-        States are ``[batch, heads, length, head_dim]``, places ``[batch, heads or 1, length]``.
+        States are ``[batch, heads, length, head_dim]``, places ``[batch, heads or 1, length]``, or
+        ``[batch, heads or 1, length, axes]``.
         """
-        angles = places.to(states.device)[..., None].float() * self.frequencies.to(states.device)
+        angles = self._of_pairs(places, states).float() * self.frequencies.to(states.device)
         size = 1 / self.scale if back else self.scale
         return self._rotated(states, angles.cos() * size, angles.sin() * (-size if back else size))
 
     def moved(self, states: Tensor, by: Tensor) -> Tensor:
-        """Rotate what is rotated already by more positions, ``[batch, heads or 1, length]``.
+        """Rotate what is rotated already by more positions, of the shape of places in `turned`.
 
         In float64: an angle of 100,000 positions has an error of 0.01 in float32.
         """
-        angles = by.to(states.device)[..., None].double() * self.frequencies.to(states.device)
+        angles = self._of_pairs(by, states).double() * self.frequencies.to(states.device)
         return self._rotated(states, angles.cos().float(), angles.sin().float())
+
+    def _of_pairs(self, places: Tensor, states: Tensor) -> Tensor:
+        """Return each pair's positions, or one for all pairs, in a last axis."""
+        places = places.to(states.device)
+        if places.ndim == 3:
+            return places[..., None]
+        return places if self.axes is None else places[..., self.axes]
 
     def _rotated(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         channels = self.channels.to(states.device)
@@ -94,17 +105,84 @@ class Gapless:
 
 
 @attrs.frozen(eq=False)
+class GivenPlaces:
+    """A map from tokens' original positions to the position ids that the model was given.
+
+    They may have several axes, for images, and need not begin with 0. Behind the tokens of the
+    table follows text: one more than the largest position of the token before.
+
+    Args:
+        table: ``[batch, count, axes]`` int64, the positions of each row's first tokens.
+    """
+
+    table: Tensor
+
+    def places(self, positions: Tensor) -> Tensor:
+        """Return ``[batch, heads or 1, length, axes]`` of tokens ``[batch, heads or 1, length]``.
+
+        Padding, of position -1, has any.
+        """
+        table = self.table.to(positions.device)
+        flat = positions.flatten(1)
+        behind = (flat + 1 - table.shape[1]).clamp(min=0)[..., None]
+        at = flat.clamp(0, table.shape[1] - 1)[..., None].expand(-1, -1, table.shape[2])
+        text = table[:, -1:].amax(dim=-1, keepdim=True) + behind
+        found = torch.where(behind > 0, text, table.gather(1, at))
+        return found.view(*positions.shape, -1)
+
+    def cut(self, lengths: Tensor) -> GivenPlaces:
+        """Return a copy for rows of these lengths ``[batch]``: text follows behind each."""
+        last = (lengths - 1).clamp(min=0)
+        count = torch.arange(max(int(lengths.max()), 1), device=last.device)
+        known = self.places(count.minimum(last[:, None])[:, None])[:, 0]
+        behind = (count - last[:, None]).clamp(min=0)[..., None]
+        text = known.amax(dim=-1, keepdim=True) + behind
+        return GivenPlaces(torch.where(behind > 0, text, known))
+
+    def extended(self, given: Tensor, positions: Tensor, lengths: Tensor) -> GivenPlaces:
+        """Return a copy with more tokens.
+
+        Args:
+            given: Their position ids ``[axes, batch or 1, count]``.
+            positions: Their original positions ``[batch, count]``, -1 on padding.
+            lengths: Of the rows with them, ``[batch]``.
+        """
+        axes, batch = max(len(given), self.axes), len(positions)
+        every = torch.arange(int(lengths.max()) + 1, device=positions.device)
+        table = self.places(every.expand(batch, 1, -1))[:, 0].repeat(1, 1, axes // self.axes)
+        # Padding is written to a spare place.
+        own = positions.where(positions >= 0, len(every) - 1)[..., None].expand(-1, -1, axes)
+        table.scatter_(1, own, given.movedim(0, -1).expand(batch, -1, axes).to(table))
+        return GivenPlaces(table).cut(lengths)
+
+    @staticmethod
+    def of_text(batch: int, device: torch.device) -> GivenPlaces:
+        """Return the map of rows whose positions count tokens."""
+        return GivenPlaces(torch.zeros(batch, 1, 1, dtype=torch.int64, device=device))
+
+    @property
+    def axes(self) -> int:
+        """The number of axes."""
+        return self.table.shape[2]
+
+    @property
+    def counts_tokens(self) -> bool:
+        """True if positions are the original ones; reading waits for the device."""
+        every = torch.arange(self.table.shape[1], device=self.table.device)
+        return torch.equal(self.table, every[:, None].expand_as(self.table))
+
+
+@attrs.frozen(eq=False)
 class LayerRotary(RotaryEmbedding):
     """A rotary embedding of one layer, as scorers use it to rotate keys and queries.
 
     Args:
         turns: How the layer rotates.
-        gapless: The positions of a restarted prefill; None if tokens are read at their original
-            positions.
+        read_at: Where the tokens are read; None if at their original positions.
     """
 
     turns: RotaryChannels
-    gapless: Gapless | None = None
+    read_at: Gapless | GivenPlaces | None = None
 
     def turned(self, states: Tensor, positions: Tensor) -> Tensor:
         """See `RotaryEmbedding.turned`."""
@@ -119,7 +197,7 @@ class LayerRotary(RotaryEmbedding):
         return self.turns.moved(states, self._places(after) - self._places(before))
 
     def _places(self, positions: Tensor) -> Tensor:
-        return positions if self.gapless is None else self.gapless.places(positions)
+        return positions if self.read_at is None else self.read_at.places(positions)
 
 
 @attrs.frozen
@@ -144,24 +222,31 @@ class Form:
             return each
         return each.repeat_interleave(2, dim=-1) if self.name == "pairs" else each.repeat(1, 1, 2)
 
+    def of_pairs(self, each: Tensor) -> Tensor:
+        """Convert cosines or sines ``[..., channels]`` from this layout to ``[..., pairs]``."""
+        if self.name == "halves":
+            return each[..., : each.shape[-1] // 2]
+        return each[..., ::2] if self.name == "pairs" else each
+
 
 FORMS = tuple(map(Form, ("halves", "pairs", "once", "complex")))
 
 
 def frequencies_of(
     decoder: nn.Module, given: Any, places: Tensor, valid: Tensor
-) -> tuple[Tensor, float, Form] | None:
+) -> tuple[Tensor, float, Form, Tensor | None] | None:
     """Find which frequencies in a model give the rotary embedding that a layer gets.
 
     Args:
         decoder: The layer's decoder.
         given: What the layer is given: cosines and sines, or complex numbers, for each token.
-        places: ``[batch, length]`` int64, the tokens' positions.
+        places: ``[batch, length]`` int64, the tokens' positions, or ``[batch, length, axes]``.
         valid: ``[batch, length]`` bool, False on padding.
 
     Returns:
-        Frequencies float32 ``[pairs]``, the factor on cosines and sines, and their format; None if
-        no frequencies of the model give these embeddings.
+        Frequencies float32 ``[pairs]``, the factor on cosines and sines, their format, and the axis
+        of each pair if positions have several; None if no frequencies of the model give these
+        embeddings.
     """
     parts = given if isinstance(given, tuple) else (given,)
     if not all(isinstance(each, Tensor) and each.ndim == 3 for each in parts):
@@ -172,17 +257,29 @@ def frequencies_of(
     device, dtype = parts[0].device, parts[0].dtype
     places, valid = places.to(device), valid.to(device)
     tolerance = max(ROUNDING, 2 * torch.finfo(dtype).eps)
+    places = places[..., None] if places.ndim == 2 else places
+    shown = _turned_by_axis(decoder, parts[0], places.shape[2]) if places.shape[2] > 1 else None
     for frequencies, scale in _candidates(decoder):
-        angles = places[..., None].float() * frequencies.to(device, torch.float32)
-        cos, sin = angles.cos() * scale, angles.sin() * scale
         for form in FORMS:
             if (form.name == "complex") != complex_:
                 continue
-            made = form.given(cos, sin, given)
+            axes = None if shown is None else form.of_pairs(shown).to(torch.uint8).argmax(dim=0)
+            if axes is not None and axes.shape != frequencies.shape:
+                continue
+            own = places if axes is None else places[..., axes]
+            angles = own.float() * frequencies.to(device, torch.float32)
+            made = form.given(angles.cos() * scale, angles.sin() * scale, given)
             made = made if isinstance(made, tuple) else (made,)
             if all(_alike(*pair, valid, tolerance) for pair in zip(made, parts, strict=True)):
-                return frequencies.detach().float().clone(), scale, form
+                return frequencies.detach().float().clone(), scale, form, axes
     return None
+
+
+def _turned_by_axis(decoder: nn.Module, like: Tensor, axes: int) -> Tensor:
+    """Mark the channels that a position on each axis turns, bool ``[axes, channels]``."""
+    places = torch.eye(axes, dtype=torch.int64, device=like.device)[:, None]
+    sin: Tensor = decoder.get_submodule("rotary_emb")(like.new_zeros(1, axes, 1), places)[1]
+    return sin[0] != 0
 
 
 def _alike(made: Tensor, given: Tensor, valid: Tensor, tolerance: float) -> bool:
@@ -233,7 +330,7 @@ def _parameters(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def has_axes(config: Any) -> bool:
-    """True if a model's rotary positions have several axes, as for images."""
+    """True if a model's rotary positions have several axes, as for tokens of images."""
     return any("mrope_section" in each for each in _parameters(config))
 
 

@@ -9,6 +9,7 @@ from kvpolicy.integrations.transformers.model.parallel import HeadSharding
 from kvpolicy.integrations.transformers.model.projection import OutputProjection
 from kvpolicy.integrations.transformers.model.rotary import (
     Gapless,
+    GivenPlaces,
     LayerRotary,
     RotaryChannels,
 )
@@ -35,10 +36,10 @@ class LayerFacts:
     turns: RotaryChannels | None = None
     projection: OutputProjection | None = None
 
-    def rotary(self, gapless: Gapless | None = None) -> LayerRotary:
+    def rotary(self, read_at: Gapless | GivenPlaces | None) -> LayerRotary:
         """Return the rotary embedding of the layer's keys; see `LayerRotary`."""
         assert self.turns is not None
-        return LayerRotary(self.turns, gapless)
+        return LayerRotary(self.turns, read_at)
 
     def weight(self, values: Tensor) -> Tensor:
         """Return `LayerInputs.output_weight` in the dtype and on the device of ``values``."""

@@ -9,6 +9,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.integrations.transformers.model.rotary import GivenPlaces
+
 
 @attrs.frozen(eq=False)
 class SeenTokens:
@@ -32,6 +34,8 @@ class SeenTokens:
             positions: the number of tokens that restarted prefills left out, or that a ``gapless``
             policy evicted. None if there are none.
         kinds: ``[batch, seen]`` int8, the `TokenKind` of each column; None if all are text.
+        places: ``[batch, count, axes]`` int64, see `GivenPlaces`; None if the position ids given
+            are the tokens' positions, or if no part of the policy asks for them.
         rows_since: For each row, the number of its tokens since layers last evicted in it, if an
             answer is bounded and rows got different numbers of tokens. None if every column of
             ``appended`` counts in every row, or if answers are not bounded.
@@ -45,6 +49,7 @@ class SeenTokens:
     padded: bool
     skipped: Tensor | None = None
     kinds: Tensor | None = None
+    places: Tensor | None = None
     rows_since: tuple[int, ...] | None = None
 
     @staticmethod
@@ -113,6 +118,7 @@ class SeenTokens:
         acts: bool,
         skipped: Tensor | None,
         kinds: Tensor | None = None,
+        places: Tensor | None = None,
         bounded: bool = False,
     ) -> SeenTokens:
         """Return a copy of the record with the next tokens added.
@@ -125,6 +131,7 @@ class SeenTokens:
             acts: Whether the policy acts on these tokens; then no token counts as appended.
             skipped: ``[batch]`` int64, how many of these tokens a restart left out, if it did.
             kinds: None if all are text.
+            places: ``[axes, batch or 1, new_len]``, their position ids; None if they follow.
             bounded: Whether the answer is bounded, so that the tokens of each row are counted.
         """
         new = torch.full_like(columns, -1, dtype=torch.int64) if ids is None else ids.long()
@@ -132,15 +139,17 @@ class SeenTokens:
         # Joined only where the policy acts: otherwise every decoded token would copy the ids of a
         # long prompt.
         acted = torch.cat([self.acted_ids, since], dim=1) if acts else self.acted_ids
+        lengths = self.lengths + columns.sum(dim=1)
         return SeenTokens(
             valid=torch.cat([self.valid, columns], dim=1),
-            lengths=self.lengths + columns.sum(dim=1),
+            lengths=lengths,
             appended=(positions[:, :0] if acts else torch.cat([self.appended, positions], dim=1)),
             acted_ids=acted,
             appended_ids=since[:, :0] if acts else since,
             padded=self.padded or padded,
             skipped=_sum(self.skipped, skipped),
             kinds=self._with_kinds(kinds, columns),
+            places=self._with_places(places, positions, lengths),
             rows_since=None if acts else self._since_with(columns, bounded and padded),
         )
 
@@ -161,6 +170,23 @@ class SeenTokens:
             if known is not None:
                 text[:, start : start + known.shape[1]] = known
         return text
+
+    def _with_places(
+        self, places: Tensor | None, positions: Tensor, lengths: Tensor
+    ) -> Tensor | None:
+        if places is None:
+            return self.places
+        known = self.given_places or GivenPlaces.of_text(self.batch, lengths.device)
+        found = known.extended(places, positions, lengths)
+        return None if found.counts_tokens else found.table
+
+    @property
+    def given_places(self) -> GivenPlaces | None:
+        """The position ids given, if they are not the tokens' positions; see ``places``."""
+        return None if self.places is None else GivenPlaces(self.places)
+
+    def _places_up_to(self, lengths: Tensor) -> Tensor | None:
+        return None if self.places is None else GivenPlaces(self.places).cut(lengths).table
 
     def settled(self, every: int = 0) -> SeenTokens:
         """Return a copy after the policy has acted on all tokens; none counts as appended."""
@@ -189,10 +215,12 @@ class SeenTokens:
         since, left = self.rows_since, self.appended.shape[1] - count
         if since is not None:
             since = tuple(own - less for own, less in zip(since, gone.tolist(), strict=True))
+        lengths = self.lengths - gone
         return attrs.evolve(
             self,
             valid=valid,
-            lengths=self.lengths - gone,
+            lengths=lengths,
+            places=self._places_up_to(lengths),
             appended=self.appended[:, :left],
             appended_ids=self.appended_ids[:, :left],
             padded=self.padded and not bool(valid.all()),
@@ -232,8 +260,14 @@ class SeenTokens:
         spare.scatter_(1, before.masked_fill(~self.valid, self.seen), after)
         moved = spare[:, : self.seen]
         appended = moved.gather(1, self.appended.clamp(min=0)).masked_fill(self.appended < 0, -1)
+        lengths = valid.sum(dim=1)
         tokens = attrs.evolve(
-            self, valid=valid, lengths=valid.sum(dim=1), appended=appended, padded=True
+            self,
+            valid=valid,
+            lengths=lengths,
+            appended=appended,
+            padded=True,
+            places=self._places_up_to(lengths),
         )
         return tokens, moved
 

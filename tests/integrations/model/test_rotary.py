@@ -318,25 +318,32 @@ def test_what_cannot_be_turned_is_refused(name: str, reason: str) -> None:
     read(model, other, 0, 30)
 
 
-def test_several_axes_are_refused() -> None:
+def test_several_axes_are_refused_if_tokens_move() -> None:
     model = FAMILIES["llama"].build()
     model.config.rope_parameters["mrope_section"] = [1, 1, 2]
-    policy = CachePolicy(TurnedBackScorer(), GQAGroupSelector(0.5), PassAllPropagation())
+    restart = RestartPropagation(filter_layer=1, retention_rate=0.4)
+    policy = CachePolicy(TurnedBackScorer(), GQAGroupSelector(0.3), restart)
     with pytest.raises(UnsupportedModelError, match="several axes"):
         read(model, PolicyCache(policy), 0, 30)
 
 
-def test_positions_of_the_callers_are_refused() -> None:
+def test_positions_of_the_callers() -> None:
+    """They are those that the model reads; a model that reads others is refused."""
     model = build("llama")
-    policy = CachePolicy(TurnedBackScorer(), GQAGroupSelector(0.5), PassAllPropagation())
-    cache = PolicyCache(policy)
+    scorer = Comparing(FAMILY_KEYS["llama"](model))
+    cache = PolicyCache(CachePolicy(scorer, GQAGroupSelector(0.5), PassAllPropagation()))
     ids = torch.tensor([random_tokens(0, 20)])
-    with (
-        torch.no_grad(),
-        cache.attached(model),
-        pytest.raises(UnsupportedModelError, match="does not fit its tokens' positions"),
-    ):
+    with torch.no_grad(), cache.attached(model):
+        cache.start_turn()
         model(ids, position_ids=torch.arange(5, 25)[None], cache=cache)
+        cache.start_turn()
+        model(ids, position_ids=torch.arange(40, 60)[None], cache=cache)
+        cache.start_turn()
+        model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq / 3
+        model.model.rotary_emb.register_forward_hook(lambda *args: tuple(0.5 * e for e in args[2]))
+        with pytest.raises(UnsupportedModelError, match="does not fit its tokens' positions"):
+            model(ids, position_ids=torch.arange(60, 80)[None], cache=cache)
+    assert {each[0] for each in scorer.compared.values()} == {40 * 2}
 
 
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])

@@ -11,7 +11,7 @@ from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.surface import CACHE
-from kvpolicy.policies import H2O, FastKV, FullContext, GemFilter, SnapKV
+from kvpolicy.policies import H2O, FastKV, FullContext, GemFilter, ReplayKV, SnapKV
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.test_generation import CHUNKS_GO_ON
 
@@ -39,6 +39,7 @@ def policy_of(name: str, method: str) -> CachePolicy:
         "snapkv": SnapKV(0.3, window_size=4, kernel_size=3),
         "h2o": H2O(0.3),
         "gemfilter": GemFilter(retention_rate=0.4),
+        "replaykv": ReplayKV(0.3, tsp_rate=0.5),
         # The dropping layer itself is run for those that go on, and features added behind it.
         "early": FastKV(
             tsp_layer=0, tsp_rate=0.2, retention_rate=0.2, window_size=4, kernel_size=3
@@ -91,7 +92,7 @@ def assert_as_whole(name: str, method: str, rows: tuple[int, ...], chunk: int) -
 # Chunks that cut images in the middle, that are shorter than any, and that end with an image in the
 # last one; the first row's images lie within columns 10 to 65.
 @pytest.mark.parametrize("chunk", [9, 48])
-@pytest.mark.parametrize("method", ["snapkv", "fastkv"])
+@pytest.mark.parametrize("method", ["snapkv", "fastkv", "replaykv"])
 @pytest.mark.parametrize("name", ONE_WAY)
 def test_images_are_cut_where_tokens_see_none_later(name: str, method: str, chunk: int) -> None:
     assert_as_whole(name, method, (0, 1), chunk)

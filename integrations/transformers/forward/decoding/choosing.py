@@ -254,6 +254,6 @@ class LayerCandidates:
             stored=self.stored,
             tokens=tokens,
             decoding=DecodingInputs(carried, places),
-            rotary=layer.facts.rotary() if decoding.needs_rotary else None,
+            rotary=layer.facts.rotary(tokens.given_places) if decoding.needs_rotary else None,
             output_weight=layer.facts.weight(values) if decoding.needs_output_weight else None,
         )._showing(decoding.num_queries)
