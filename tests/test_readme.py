@@ -98,6 +98,13 @@ def test_the_tables_of_results_are_those_of_the_files() -> None:
             for context in (2048, 8192, 32768)
         ]
         assert [cell.partition(" ")[0] for cell in cells[:6]] == found
+    shares: dict[str, list[str]] = {}
+    for each in json.loads((results / "methods.json").read_text())["overhead"]:
+        method = registered("policy")[each["policy"]].__name__
+        shares.setdefault(method, []).append(f"{100 * each['share']['median']:.1f}%")
+    scoring = cells_of(page[page.index("**Scoring, choosing and storing**") :], 4)
+    assert len(scoring) > 7
+    assert {method: shares[method] for method in scoring} == scoring
 
 
 def slug(heading: str) -> str:

@@ -173,7 +173,8 @@ def test_the_examples_of_the_page(
         return io.BytesIO(b'{"choices": [{"text": "Nobody."}]}')
 
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-    exec(over_http, {})
+    names: dict[str, object] = {}
+    exec(over_http, names)
     question = "\nQ: Who wrote the report?\nA:"
     body = {"question": question, "max_tokens": 64, "model": "meta-llama/Llama-3.1-8B"}
     _, found = server.ask(ASK, body)
@@ -181,7 +182,7 @@ def test_the_examples_of_the_page(
     engine = Mock()
     engine.LLM.return_value.generate.return_value = [Mock(outputs=[Mock(text="No one.")])]
     monkeypatch.setitem(sys.modules, "vllm", engine)
-    exec(offline, {})
+    exec(offline, names)
     (prompt,), _ = engine.LLM.return_value.generate.call_args.args
     assert prompt == {
         "prompt_token_ids": found["got"]["prompt"],
