@@ -52,7 +52,7 @@ def test_the_first_hour(
         if not language and line.startswith("kvpolicy ")
     ]
     named = [command for command in commands if HUB in command]
-    assert [command[0] for command in named] == ["compare"]
+    assert [command[0] for command in named] == ["compare", "export", "serve-check"]
     own = [command for command in commands if HUB not in command]
     assert [command[0] for command in own] == ["compare", "generate"]
     for command in own:
