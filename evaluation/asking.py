@@ -129,15 +129,7 @@ class Asker:
 
 
 def check_fits(model: PreTrainedModel, asked: Sequence[Asked]) -> None:
-    """Check, before anything is computed, that questions fit into a model's positions.
-
-    Args:
-        model: A decoder-only model of Transformers.
-        asked: The questions.
-
-    Raises:
-        ValueError: There are none, or a prompt with its answer is longer.
-    """
+    """Raise ValueError, before anything is computed, unless questions fit a model's positions."""
     from kvpolicy.evaluation.readable import positions_of
 
     if not asked:

@@ -118,12 +118,9 @@ class Compared:
 
 
 def compared(outcomes: Iterable[Outcome], policy: str, other: str) -> Compared:
-    """Compare two policies on the questions that both were asked.
+    """Compare two policies on the questions that both were asked, in the same order.
 
-    Args:
-        outcomes: Of both, in the same order of questions.
-        policy: The name of the one.
-        other: The name of the other; positive differences are in favour of the first.
+    Positive differences are in favour of the first.
 
     Raises:
         ValueError: One has no outcome, or they were asked different numbers of questions.

@@ -17,17 +17,10 @@ _ROWS_BEFORE = 2
 
 
 def check_known(tokenizer: Any, ids: Sequence[int], what: str) -> None:
-    """Raise ValueError if a tokenizer turns a text into nothing or only unknown words.
+    """Raise ValueError if a tokenizer turned a text into nothing or only unknown words.
 
     A model's folder without a tokenizer is read like that: some classes then make an empty one.
-
-    Args:
-        tokenizer: A tokenizer of Transformers.
-        ids: What it made of the text; special tokens among them count as unknown.
-        what: The text, for messages.
-
-    Raises:
-        ValueError: It knows no token of it.
+    Special tokens count as unknown.
     """
     if not set(ids) <= set(tokenizer.all_special_ids):
         return
@@ -40,17 +33,9 @@ def check_known(tokenizer: Any, ids: Sequence[int], what: str) -> None:
 
 
 def check_whole(tokenizer: Any, ids: Sequence[int], what: str) -> None:
-    """Raise ValueError if a text contains words unknown to a tokenizer.
+    """Raise ValueError if a text contains words unknown to a tokenizer, or none.
 
     Unknown words have no text: an answer with one would count as right where it is left out.
-
-    Args:
-        tokenizer: A tokenizer of Transformers.
-        ids: What it made of the text.
-        what: The text, for messages.
-
-    Raises:
-        ValueError: A word is unknown, or there is none.
     """
     check_known(tokenizer, ids, what)
     if tokenizer.unk_token_id in ids:
@@ -77,17 +62,8 @@ def check_positions(
 ) -> None:
     """Raise ValueError if prompt and answer are longer than the model's positions.
 
-    Args:
-        loaded: The model.
-        prompt_len: Tokens of the prompt.
-        answer_len: Tokens of its answer, at most.
-        beyond: Whether to read it all the same (``--beyond-positions``).
-        what: The prompt, for messages.
-        remedy: What to give in its place, for messages.
-
-    Raises:
-        ValueError: It is longer and ``beyond`` is False, or the model has an embedding for each
-            position, and none beyond.
+    With ``beyond`` (``--beyond-positions``), only if the model has an embedding for each position.
+    ``what`` is the prompt in messages, and ``remedy`` what to give in its place.
     """
     limit = positions_of(loaded.model)
     if limit is None or prompt_len + answer_len <= limit:

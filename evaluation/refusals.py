@@ -19,14 +19,10 @@ def naming(name: str) -> Iterator[None]:
 
 
 def in_users_words(reason: str, policy: CachePolicy | None, name: str) -> str:
-    """Return the reason for a refusal with a policy's own name in place of its classes.
+    """Return the reason for a refusal with a policy's name in place of its classes.
 
     Errors write policies and their parts as Python does. A command line has named them otherwise.
-
-    Args:
-        reason: The error's message.
-        policy: The policy; None if it could not be built.
-        name: What the command line calls it.
+    The policy is None if it could not be built.
 
     Example:
         >>> from kvpolicy.policies import SnapKV

@@ -138,11 +138,8 @@ def outcomes(
 def _groups(caches: ReadTogether, answer_len: int) -> list[list[str]]:
     """Return the names of caches whose answers are decoded as rows of one batch.
 
-    The first, full context, is alone: to its length all others would be padded.
-
-    Args:
-        caches: The caches, by name.
-        answer_len: Tokens of the right answer, whose logits limit a batch.
+    The first, full context, is alone: to its length all others would be padded. The logits of the
+    right answer's tokens limit a batch.
     """
     first, *others = caches
     most = max(_LOGITS // (answer_len * caches.logits[first].shape[-1]), 1)
@@ -152,14 +149,10 @@ def _groups(caches: ReadTogether, answer_len: int) -> list[list[str]]:
 
 
 def divergence(reference: Tensor, rows: Tensor) -> float:
-    """Return the mean Kullback-Leibler divergence of distributions from others, in nats.
+    """Return the mean over the rows of ``sum(p * (log p - log q))``, in nats.
 
-    ``mean over rows of sum over the vocabulary of p (log p - log q)``, with ``log p`` in
-    ``reference`` and ``log q`` in ``rows``.
-
-    Args:
-        reference: ``[tokens, vocabulary]`` logarithms of probabilities, float32.
-        rows: The same of what is compared.
+    It is the Kullback-Leibler divergence of what is compared, ``log q`` in ``rows``, from ``log p``
+    in ``reference``: both ``[tokens, vocabulary]``, float32.
 
     Example:
         >>> p, q = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.25, 0.75]])
@@ -177,18 +170,10 @@ def divergence(reference: Tensor, rows: Tensor) -> float:
 def append(
     model: PreTrainedModel, cache: Cache, ids: Sequence[Sequence[int]], *, last: bool = False
 ) -> Tensor:
-    """Read ids into a cache and return the logits of all, or of the last token of each row.
+    """Read ids into a cache; return the logits ``[batch, len, vocabulary]``, float32.
 
-    A policy chooses in the first call; later ones append.
-
-    Args:
-        model: A decoder-only model of Transformers, in evaluation mode.
-        cache: Ours, or one of Transformers.
-        ids: ``[batch, len]`` token ids, at least one a row.
-        last: Whether only the last token's logits are needed.
-
-    Returns:
-        ``[batch, len, vocabulary]`` float32.
+    A policy chooses in the first call; later ones append. If only the ``last`` token's logits are
+    needed, ``len`` is 1 for models that can leave out the others.
     """
     tokens = torch.tensor(ids, device=model.device)
     keep = {"logits_to_keep": 1} if last and _keeps(model) else {}
@@ -208,16 +193,9 @@ def _answers(
 ) -> tuple[Tensor, list[str]]:
     """Return the probabilities of the right answer's tokens, and the greedy answers.
 
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        cache: What comes before the answer, in one row or more.
-        logits: ``[batch, vocabulary]`` for the answer's first token.
-        asked: The question.
-
-    Returns:
-        ``[batch, answer_len, vocabulary]`` logarithms of probabilities, float32; and a text for
-        each row.
+    The cache holds what comes before the answer, in one row or more; ``logits``, ``[batch,
+    vocabulary]``, are of the answer's first token. The probabilities are logarithms ``[batch,
+    answer_len, vocabulary]``, float32; the answers are texts, one for each row.
     """
     right, answered, rows = asked.answer_ids, copy.copy(cache), logits[:, None]
     if len(right) > 1:
@@ -243,12 +221,8 @@ def _texts(
 ) -> list[str]:
     """Return greedy answers, up to an end token, a line's end, or the most tokens allowed.
 
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        cache: What comes before the answer, and all tokens that are known but the last.
-        known: ``[batch, known]``, the answers' first tokens, at least one.
-        asked: The question.
+    ``known``, ``[batch, known]``, are the answers' first tokens, at least one; the cache holds what
+    comes before the answer, and all of them but the last.
     """
     ends, ids, texts = _ends(model, tokenizer), known.tolist(), [""] * len(known)
     going = rows = list(range(len(known)))  # whose answers go on; that the cache holds

@@ -7,13 +7,7 @@ from pathlib import Path
 
 
 def read_prompt(path: Path) -> str:
-    """Read one prompt's text from a file, or from standard input if the path is ``-``.
-
-    Line ends at its end are cut off.
-
-    Raises:
-        ValueError: See `read_text`.
-    """
+    """Read a prompt from a file, or standard input for ``-``, without the line ends at its end."""
     if str(path) == "-":
         text = _decoded(sys.stdin.buffer.read(), "prompt on standard input")
     else:
@@ -22,15 +16,7 @@ def read_prompt(path: Path) -> str:
 
 
 def read_text(path: Path, what: str) -> str:
-    """Read a UTF-8 text file; raise ValueError if it is empty.
-
-    Args:
-        path: The file.
-        what: What it is, for messages.
-
-    Raises:
-        ValueError: It does not exist, is a folder, is empty or is not text.
-    """
+    """Read a UTF-8 text file; ValueError if it is missing, a folder, empty or not text."""
     if not path.exists():
         raise ValueError(f"{what} {path} does not exist")
     if not path.is_file():

@@ -33,14 +33,8 @@ def words_of(text: str) -> list[str]:
 def documentation(rng: Random) -> Iterator[str]:
     """Yield the words of Python's documentation of its language, without an end.
 
-    The 79 topics (465,000 characters in Python 3.11) are in an order drawn at random, then the
-    same again.
-
-    Args:
-        rng: Draws the order.
-
-    Raises:
-        ValueError: This Python has no documentation.
+    The 79 topics (465,000 characters in Python 3.11) are in an order drawn at random, then the same
+    again. It is a ValueError if this Python has none.
     """
     topics = list(_topics())
     rng.shuffle(topics)
@@ -65,10 +59,8 @@ def _topics() -> tuple[tuple[str, ...], ...]:
 def sources() -> tuple[Path, ...]:
     """Return the files of the standard library that are modules by themselves, in order of name.
 
-    Modules of packages, private ones and those of other systems are not among them.
-
-    Raises:
-        ValueError: This Python has no sources, as where it is frozen into a program.
+    Modules of packages, private ones and those of other systems are not among them. It is a
+    ValueError if this Python has none, as where it is frozen into a program.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     names = sorted(name for name in sys.stdlib_module_names if not name.startswith("_"))

@@ -121,6 +121,7 @@ def analyze(
         from kvpolicy.evaluation.analysis.plots import plot_analysis
 
         data: dict[str, Any] = {
+            **{"model": loaded.name, "dtype": loaded.dtype},
             **({"prompt_files": [*map(str, prompt_file)]} if prompt_file else {"task": task}),
             **{"seed": seed, "prompt_tokens": lengths, "window_size": window_size},
             "overlap": {**attrs.asdict(overlap), "chance": chance} | overlap.by_distance(),

@@ -104,6 +104,7 @@ def calibrate(
         from kvpolicy.evaluation.analysis.plots import plot_calibration
 
         data = {
+            **{"model": loaded.name, "dtype": loaded.dtype},
             **{"task": task, "seed": seed, "prompt_tokens": list(found.lengths)},
             **{"tsp_rate": tsp_rate, "parameters": drop},
             **{"criterion": criterion, "tolerance": tolerance, "tsp_layer": layer},

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpolicy.evaluation.commands.shared import Device, Dtype, Option, checked_model
+from kvpolicy.evaluation.commands import shared
+from kvpolicy.evaluation.commands.shared import Option
 
 if TYPE_CHECKING:
     from kvpolicy.integrations.transformers.checking import ModelCheck
@@ -19,7 +20,7 @@ def check(
     model: Annotated[
         str | None,
         typer.Argument(
-            callback=checked_model,
+            callback=shared.checked_model,
             metavar="MODEL",
             help="The model: a folder or a Hub name; default: SmolLM2-135M-Instruct.",
         ),
@@ -35,8 +36,8 @@ def check(
     self_check: Annotated[
         bool, Option("--self-check", help="Run the self-check also for a tested type of model.")
     ] = False,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "cpu",
 ) -> None:
     """Show a model's layers, and which policies cannot be applied to it, and why.
 

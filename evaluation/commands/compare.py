@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from kvpolicy.evaluation.commands import measured
-from kvpolicy.evaluation.commands.shared import (
-    Device,
-    Dtype,
-    ModelName,
-    Option,
-    Threads,
-    with_policies,
-)
+from kvpolicy.evaluation.commands import measured, shared
+from kvpolicy.evaluation.commands.shared import Option, with_policies
 from kvpolicy.evaluation.defaults import RATES
 from kvpolicy.evaluation.policy_options import PolicyOptions
 
@@ -43,7 +35,7 @@ FILES = ("compare.json", "compare.png")
 @with_policies
 def compare(
     *,
-    model: ModelName = None,
+    model: shared.ModelName = None,
     task: Annotated[
         list[str] | None,
         Option(
@@ -73,9 +65,9 @@ def compare(
     answer_tokens: Annotated[
         int, Option(min=1, metavar="N", help="Tokens decoded for each of them.")
     ] = 16,
-    threads: Threads = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
+    threads: shared.Threads = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "cpu",
     out: measured.Out = None,
     policies: PolicyOptions,
 ) -> None:
@@ -93,6 +85,7 @@ def compare(
 
     from kvpolicy.evaluation.chosen import chosen_variants
     from kvpolicy.evaluation.commands.terminal import load_shown, plain_console, progress_shown
+    from kvpolicy.evaluation.comparison.picture import plot_comparison
     from kvpolicy.evaluation.comparison.study import compare as run_comparison
     from kvpolicy.evaluation.tasks.naming import task_named
 
@@ -128,7 +121,8 @@ def compare(
     def show(found: Comparison) -> None:
         _show(found)
         if out is not None:
-            _write(found, settings, loaded, out)
+            data = {"settings": settings, **found.as_data()}
+            measured.write(out, FILES, loaded, data, plot_comparison(found))
 
     with progress_shown(console) as progress:
         found = run_comparison(
@@ -187,13 +181,3 @@ def _show(found: Comparison) -> None:
         console.print(line)
     if not found.finished:
         plain_console().print(f"stopped after {found.questions} questions, before the timing")
-
-
-def _write(found: Comparison, settings: dict[str, Any], loaded: Loaded, out: Path) -> None:
-    from kvpolicy.evaluation.commands.terminal import show_written
-    from kvpolicy.evaluation.comparison.picture import plot_comparison
-    from kvpolicy.evaluation.results import as_json, environment, write_all
-
-    data = {"settings": settings, **environment(loaded.model.device), **found.as_data()}
-    write_all(out, dict(zip(FILES, (as_json(data), plot_comparison(found)), strict=True)))
-    show_written(out, FILES)

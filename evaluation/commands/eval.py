@@ -5,15 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from kvpolicy.evaluation.commands.shared import (
-    BeyondPositions,
-    Device,
-    Dtype,
-    ModelName,
-    Option,
-    Threads,
-    with_policies,
-)
+from kvpolicy.evaluation.commands import shared
+from kvpolicy.evaluation.commands.shared import Option, with_policies
 from kvpolicy.evaluation.defaults import FULL_CONTEXT
 from kvpolicy.evaluation.policy_options import PolicyOptions, split_names
 
@@ -46,11 +39,11 @@ def eval(
         bool, Option("--chat/--no-chat", help="Each prompt is the user's turn of a chat.")
     ] = False,
     batch_size: Annotated[int, Option(min=1, metavar="N", help="Prompts read at once.")] = 1,
-    model: ModelName = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    beyond_positions: BeyondPositions = False,
-    threads: Threads = None,
+    model: shared.ModelName = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "cpu",
+    beyond_positions: shared.BeyondPositions = False,
+    threads: shared.Threads = None,
     out: Annotated[
         Path, Option(metavar="DIR", help="Folder of the results, new or to be continued.")
     ],
@@ -70,11 +63,10 @@ def eval(
     import attrs
     import torch
 
-    from kvpolicy.evaluation.chosen import chosen_variants
+    from kvpolicy.evaluation.chosen import chosen_variants, variants
     from kvpolicy.evaluation.commands.terminal import load_shown, plain_console, progress_shown
     from kvpolicy.evaluation.extras import require
     from kvpolicy.evaluation.results import check_threads, default_threads
-    from kvpolicy.evaluation.variant import variants
 
     require("lm_eval", extra="eval")
     require("matplotlib", extra="plot")

@@ -5,16 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from kvpolicy.evaluation.commands.shared import (
-    BeyondPositions,
-    Chat,
-    Device,
-    Dtype,
-    ModelName,
-    Option,
-    RequiredPromptFile,
-    with_policies,
-)
+from kvpolicy.evaluation.commands import shared
+from kvpolicy.evaluation.commands.shared import Option, with_policies
 from kvpolicy.evaluation.policy_options import PolicyOptions
 
 DEFAULT = "replaykv"
@@ -23,16 +15,16 @@ DEFAULT = "replaykv"
 @with_policies
 def export(
     *,
-    prompt_file: RequiredPromptFile,
+    prompt_file: shared.RequiredPromptFile,
     to: Annotated[
         Path,
         Option(metavar="FILE", help="File to write: DIR/NAME.safetensors; requests use NAME."),
     ],
-    model: ModelName = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    beyond_positions: BeyondPositions = False,
-    chat: Chat = None,
+    model: shared.ModelName = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "cpu",
+    beyond_positions: shared.BeyondPositions = False,
+    chat: shared.Chat = None,
     policies: PolicyOptions,
 ) -> None:
     """Read a document under a policy, and write what is kept of it for a vLLM server.

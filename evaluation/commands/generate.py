@@ -7,16 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvpolicy.evaluation.commands.shared import (
-    BeyondPositions,
-    Chat,
-    Device,
-    Dtype,
-    ModelName,
-    Option,
-    PromptFile,
-    with_policies,
-)
+from kvpolicy.evaluation.commands import shared
+from kvpolicy.evaluation.commands.shared import Option, with_policies
 from kvpolicy.evaluation.policy_options import PolicyOptions
 
 if TYPE_CHECKING:
@@ -33,7 +25,7 @@ DEFAULT = "replaykv"  # the one that keeps long answers, whether it knows the qu
 @with_policies
 def generate(
     *,
-    prompt_file: PromptFile = None,
+    prompt_file: shared.PromptFile = None,
     prompt: Annotated[
         str | None, Option(metavar="TEXT", help="The prompt itself, instead of --prompt-file.")
     ] = None,
@@ -45,10 +37,10 @@ def generate(
             "any question is known. Repeatable: each question is answered without the others.",
         ),
     ] = None,
-    model: ModelName = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    beyond_positions: BeyondPositions = False,
+    model: shared.ModelName = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "cpu",
+    beyond_positions: shared.BeyondPositions = False,
     answer_tokens: Annotated[
         int,
         Option(min=1, metavar="N", help="Largest number of tokens to generate."),
@@ -58,7 +50,7 @@ def generate(
         float, Option(metavar="T", help="Temperature of --sample, above 0.")
     ] = 1.0,
     seed: Annotated[int, Option(metavar="N", help="Of --sample.")] = 0,
-    chat: Chat = None,
+    chat: shared.Chat = None,
     policies: PolicyOptions,
 ) -> None:
     """Stream a completion to stdout, then print to stderr what the cache held.

@@ -60,11 +60,10 @@ def described(prompts: Sequence[Tensor]) -> str:
 def write(
     out: Path, names: Sequence[str], loaded: Loaded, data: Mapping[str, Any], picture: bytes
 ) -> None:
-    """Write the numbers and the picture, both or neither, and say so."""
-    from kvpolicy.evaluation.commands.terminal import show_written
+    """Write the numbers, with the machine, and the picture, both or neither, and say so."""
+    from kvpolicy.evaluation.commands.terminal import plain_console
     from kvpolicy.evaluation.results import as_json, environment, write_all
 
-    machine = environment(loaded.model.device)
-    numbers = as_json({"model": loaded.name, "dtype": loaded.dtype, **data, **machine})
+    numbers = as_json({**data, **environment(loaded.model.device)})
     write_all(out, dict(zip(names, (numbers, picture), strict=True)))
-    show_written(out, names)
+    plain_console().print(f"\nwritten to {out}: {', '.join(names)}")

@@ -11,12 +11,7 @@ MAX_GROUPS = 3
 
 
 def reading_lines(cache: PolicyCache, prompt_len: int) -> list[str]:
-    """Describe one prompt's prefill by layer, and the tokens held of prompt and answer.
-
-    Args:
-        cache: A cache of one row that has read one prompt, and perhaps its answer.
-        prompt_len: Number of tokens in the prompt.
-    """
+    """Describe one prompt's prefill by layer, and the tokens held of prompt and answer."""
     lines = [_read(cache, prompt_len)]
     held = [each.positions[0] for each in cache.layers if each.positions is not None]
     answer_len = cache.get_seq_length() - prompt_len

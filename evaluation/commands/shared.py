@@ -82,103 +82,69 @@ Json = Annotated[
 ]
 
 
-def _policy_options(
-    policy: Annotated[
-        list[str] | None,
-        Option(
-            "--policy",
-            "--policies",
-            "-p",
-            metavar="NAMES",
-            help="Policies to use, by their names in `kvpolicy policies`; comma-separated or "
-            "repeated.",
-        ),
-    ] = None,
-    rate: Annotated[
-        list[float] | None,
-        Option(
-            "--rate",
-            "--retention-rate",
-            "-r",
-            metavar="RATE",
-            help="Fraction of the context that every layer keeps, in (0, 1]; repeatable.",
-        ),
-    ] = None,
-    retention_tokens: Annotated[
-        list[int] | None,
-        Option(
-            metavar="N",
-            help="Number of tokens that every layer keeps, instead of --rate; repeatable.",
-        ),
-    ] = None,
-    protect: Annotated[
-        int | None,
-        Option(metavar="N", help="Number of the context's first tokens that are always kept."),
-    ] = None,
-    assignments: Annotated[
-        list[str] | None,
-        Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="Set a parameter, such as window_size=16 or tsp_layer=15, of every policy and "
-            "part that takes it; repeatable. Parameters given with a part override it.",
-        ),
-    ] = None,
-    scorer: Annotated[
-        str | None,
-        Option(
-            metavar="PART",
-            help="Scorer of a composed policy: a name, or name:parameter=value,...; default: "
-            "SnapKV's.",
-        ),
-    ] = None,
-    selector: Annotated[
-        str | None,
-        Option(metavar="PART", help="Selector of a composed policy, written as --scorer is."),
-    ] = None,
-    propagation: Annotated[
-        str | None,
-        Option(
-            metavar="PART", help="Propagation policy of a composed policy, written as --scorer is."
-        ),
-    ] = None,
-    decoding_tokens: Annotated[
-        int | None,
-        Option(
-            metavar="N",
-            help="Number of tokens that every layer keeps while an answer is decoded, chosen by "
-            "the policy's own rule; default: all.",
-        ),
-    ] = None,
-    decoding_every: Annotated[
-        int | None,
-        Option(
-            metavar="N",
-            help="Number of decoded tokens between two evictions; default: the policy's own.",
-        ),
-    ] = None,
-) -> None:
-    """Declare the options that choose policies."""
+def _choosing(name: str, kind: Any, metavar: str, text: str, *spellings: str) -> inspect.Parameter:
+    option = Option(*spellings, metavar=metavar, help=text)
+    only = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, only, default=None, annotation=Annotated[kind | None, option])
+
+
+# The options that choose policies, as `PolicyOptions.given` takes them.
+_CHOOSING = (
+    _choosing(
+        *("policy", list[str], "NAMES"),
+        "Policies to use, by their names in `kvpolicy policies`; comma-separated or repeated.",
+        *("--policy", "--policies", "-p"),
+    ),
+    _choosing(
+        *("rate", list[float], "RATE"),
+        "Fraction of the context that every layer keeps, in (0, 1]; repeatable.",
+        *("--rate", "--retention-rate", "-r"),
+    ),
+    _choosing(
+        *("retention_tokens", list[int], "N"),
+        "Number of tokens that every layer keeps, instead of --rate; repeatable.",
+    ),
+    _choosing("protect", int, "N", "Number of the context's first tokens that are always kept."),
+    _choosing(
+        *("assignments", list[str], "NAME=VALUE"),
+        "Set a parameter, such as window_size=16 or tsp_layer=15, of every policy and part that "
+        "takes it; repeatable. Parameters given with a part override it.",
+        "--set",
+    ),
+    _choosing(
+        *("scorer", str, "PART"),
+        "Scorer of a composed policy: a name, or name:parameter=value,...; default: SnapKV's.",
+    ),
+    _choosing("selector", str, "PART", "Selector of a composed policy, written as --scorer is."),
+    _choosing(
+        *("propagation", str, "PART"),
+        "Propagation policy of a composed policy, written as --scorer is.",
+    ),
+    _choosing(
+        *("decoding_tokens", int, "N"),
+        "Number of tokens that every layer keeps while an answer is decoded, chosen by the "
+        "policy's own rule; default: all.",
+    ),
+    _choosing(
+        *("decoding_every", int, "N"),
+        "Number of decoded tokens between two evictions; default: the policy's own.",
+    ),
+)
 
 
 def with_policies(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that choose policies, in place of its parameter ``policies``.
-
-    Args:
-        command: A function with a keyword parameter ``policies``, a `PolicyOptions`.
-    """
-    asked = inspect.signature(_policy_options, eval_str=True).parameters.values()
+    """Give a command `_CHOOSING` in place of its keyword parameter ``policies``."""
     own = inspect.signature(command, eval_str=True)
     kept = [each for name, each in own.parameters.items() if name != "policies"]
 
     @functools.wraps(command)
     def run_command(**given: Any) -> None:
-        options = {each.name: given.pop(each.name) for each in asked}
+        options = {each.name: given.pop(each.name) for each in _CHOOSING}
         command(**given, policies=PolicyOptions.given(**options))
 
     only = inspect.Parameter.KEYWORD_ONLY
     run_command.__signature__ = own.replace(  # type: ignore[attr-defined]
-        parameters=[each.replace(kind=only) for each in (*kept, *asked)]
+        parameters=[*(each.replace(kind=only) for each in kept), *_CHOOSING]
     )
     run_command.__annotations__ = {}
     return run_command

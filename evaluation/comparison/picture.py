@@ -16,9 +16,6 @@ def plot_comparison(found: Comparison) -> bytes:
 
     A line for each policy and a dot for each budget, with the 95% interval of its right answers.
     The times have a panel if there are any.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
     """
     groups = {budget: rows for budget, rows in grouped(found).items() if budget}
     names = list(dict.fromkeys(name_of(row.variant) for rows in groups.values() for row in rows))

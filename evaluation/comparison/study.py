@@ -84,12 +84,7 @@ class Comparison:
     def lost(self, row: Row, kind: str = ALL) -> float:
         """Return how much less probable the right answer is than under full context.
 
-        Args:
-            row: A row.
-            kind: A kind of question; all by default.
-
-        Returns:
-            Nats for each token of the answer, mean over the questions; above 0 is less probable.
+        It is in nats for each token of the answer, the mean over the questions of a kind.
         """
         cells = (self.full.total, row.total)
         if kind != ALL:

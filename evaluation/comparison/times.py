@@ -30,10 +30,7 @@ _WARM_UP = 256
 
 @attrs.frozen
 class Ratio:
-    """A policy's time as a fraction of full context's, round by round; below 1 is faster.
-
-    Args:
-        rounds: One entry a round, at least one.
+    """A policy's time over full context's in every round, at least one; below 1 is faster.
 
     Example:
         >>> Ratio((0.5, 0.51, 0.5, 0.49, 0.5)).text, Ratio((0.5,)).text
@@ -80,12 +77,7 @@ class Times:
     decode_cpu: tuple[float, ...] = ()
 
     def ratio(self, full: Times, what: str) -> Ratio:
-        """Return the time over full context's in the same rounds.
-
-        Args:
-            full: Full context's.
-            what: ``"prefill"``, ``"decode"``, ``"prefill_cpu"`` or ``"decode_cpu"``.
-        """
+        """Return one of the times over full context's in the same rounds."""
         own, base = getattr(self, what), getattr(full, what)
         return Ratio(
             tuple(ours / max(theirs, 1e-9) for ours, theirs in zip(own, base, strict=True))
@@ -102,18 +94,8 @@ def measure_times(
 ) -> dict[str, Times]:
     """Time prefill and decoding, batch 1; in each round every policy reads the same prompt.
 
-    Args:
-        model: A decoder-only model of Transformers, in evaluation mode.
-        prompts: Token ids, one prompt for each round.
-        policies: By name; None is the model without kvpolicy, on Transformers' own cache.
-        new_tokens: Tokens decoded in a round, at least 1.
-        progress: Told of every prompt that is read.
-
-    Returns:
-        The times of each policy, by name.
-
-    Raises:
-        ValueError: A policy cannot be applied to the model; the message begins with its name.
+    There is a prompt for each round. The policy None is the model without kvpolicy, on
+    Transformers' own cache. A ValueError of a policy that cannot be applied begins with its name.
     """
     found = {name: Times() for name in policies}
     for policy in policies.values():

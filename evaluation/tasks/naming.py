@@ -14,11 +14,7 @@ NAMES = ("needles", "lines", "pairs", "completion", "continuation")
 
 
 def check_task(name: str) -> None:
-    """Check that a name is a task's, or a file's.
-
-    Raises:
-        ValueError: It is neither; says the nearest name, and all.
-    """
+    """Raise ValueError, with the nearest name and all, unless a name is a task or a file."""
     if name not in NAMES and not Path(name).is_file():
         got = said(name, NAMES, repr(name))
         raise ValueError(f"task must be {', '.join(NAMES)} or a file of JSON lines, got {got}")

@@ -181,7 +181,7 @@ def test_what_cannot_be_compared(model: PreTrainedModel, asked: list[Asked]) -> 
         compare(model, char_tokenizer(), asked, [VARIANTS[0]] * 2)
     with pytest.raises(ValueError, match="questions must be at least one, got none"):
         compare(model, char_tokenizer(), [], VARIANTS)
-    far = variants(["fastkv"], [0.2], tsp_layer=9)
+    far = variants(["fastkv"], [0.2])[0].at_layers([9])
     with pytest.raises(ValueError, match=r"^fastkv@9 0.2: tsp_layer must be in \[0, 3\]"):
         compare(model, char_tokenizer(), asked, far)
 
