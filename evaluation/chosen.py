@@ -36,11 +36,8 @@ def variants(names: Sequence[str] | None, rates: Sequence[float]) -> list[Varian
     retention rate is above its default TSP rate, the TSP rate is raised to it.
 
     Args:
-        names: Of registered policies, see `kvpolicy.registry.name_of`; None for all.
-        rates: Fractions of the context to keep, in (0, 1].
-
-    Raises:
-        ValueError: A name is unknown or a value out of its range.
+        names: See `kvpolicy.registry.name_of`; None for all.
+        rates: Fractions of the context to keep, in (0, 1]; one beyond is a ValueError.
 
     Example:
         >>> [variant.label for variant in variants(["full_context", "fastkv"], [0.1, 0.2])]

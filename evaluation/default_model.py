@@ -29,12 +29,8 @@ def default_model(progress: Progress = silent) -> Path:
 
     The first call may convert it, in about 20 seconds. A converted one is in the user's cache (see
     `cache_folder`), 542 MB of float32: the numbers that the quantised weights stand for have too
-    many digits for bfloat16 and float16.
-
-    Raises:
-        ValueError: The model is neither in the Hub's cache nor installed, or ``gguf`` is missing;
-            the message says what to install.
-        OSError: The converted model cannot be written.
+    many digits for bfloat16 and float16. If it is neither in the Hub's cache nor installed, or
+    ``gguf`` is missing, a ValueError says what to install.
     """
     downloaded = _downloaded()
     if downloaded is not None:

@@ -51,22 +51,15 @@ class Difference:
     low: float
     high: float
 
-    @property
-    def clear(self) -> bool:
-        """True if the interval does not contain 0, so that the methods differ."""
-        return self.low > 0 or self.high < 0
 
-
-def paired_difference(
-    scores: Sequence[float], baseline: Sequence[float], *, scale: float = 1.0
-) -> Difference:
+def paired_difference(scores: Sequence[float], baseline: Sequence[float]) -> Difference:
     """Return two methods' mean score difference on the same prompts, with its 95% interval.
 
     The interval is the normal one of the differences ``scores - baseline`` and of two more, one of
-    ``+scale`` and one of ``-scale`` (Bonett and Price, 2012, for scores of 0 and 1), cut to what
-    differences can be: scores are in [0, scale]. So it has a width where all prompts that were
-    asked agree, which the normal interval and the bootstrap have not: ten prompts without a
-    difference do not show that there is none. Nothing is drawn at random.
+    1 and one of -1 (Bonett and Price, 2012, for scores of 0 and 1), cut to what differences of
+    scores in [0, 1] can be. So it has a width where all prompts that were asked agree, which the
+    normal interval and the bootstrap have not: ten prompts without a difference do not show that
+    there is none. Nothing is drawn at random.
 
     Example:
         >>> found = paired_difference([1, 0, 0, 1], [1, 1, 1, 1])
@@ -79,8 +72,8 @@ def paired_difference(
             f"{len(scores)} and {len(baseline)}"
         )
     differences = [own - full for own, full in zip(scores, baseline, strict=True)]
-    extended = [*differences, scale, -scale]
+    extended = [*differences, 1.0, -1.0]
     middle = fmean(extended)
     variance = fmean((each - middle) ** 2 for each in extended)
     half = _NORMAL_95 * math.sqrt(variance / len(extended))
-    return Difference(fmean(differences), max(middle - half, -scale), min(middle + half, scale))
+    return Difference(fmean(differences), max(middle - half, -1.0), min(middle + half, 1.0))

@@ -28,7 +28,6 @@ class Cell:
     column: int
     text: str
     value: float
-    span: int = 1
 
 
 def new_figure(width: float, rows: int) -> Figure:
@@ -69,11 +68,10 @@ def draw_grid(
     for index, cells in enumerate(rows):
         for cell in cells:
             look = colour(cell.value)
-            place, size = (cell.column + 0.02, index + 0.04), (cell.span - 0.04, 0.92)
+            place, size = (cell.column + 0.02, index + 0.04), (0.96, 0.92)
             axes.add_patch(Rectangle(place, *size, facecolor=look, linewidth=0))
-            middle = cell.column + cell.span / 2
             style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": _TEXT}
-            axes.text(middle, index + 0.5, cell.text, color=_ink(look), **style)
+            axes.text(cell.column + 0.5, index + 0.5, cell.text, color=_ink(look), **style)
 
 
 def accuracy_colour() -> Callable[[float], Colour]:

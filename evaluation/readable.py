@@ -1,11 +1,12 @@
-"""Check that a model can read a prompt: words it knows, and enough positions."""
+"""Encode prompts, and check that a model can read them: words it knows, and enough positions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,6 +50,29 @@ def positions_of(model: PreTrainedModel) -> int | None:
     """Return how many positions a model is made for; None if its configuration does not say."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def reads_chat(loaded: Loaded, chat: bool | None) -> bool:
+    """True if a prompt is a user's turn of a chat; None asks for it if there is a template."""
+    template = getattr(loaded.tokenizer, "chat_template", None)
+    if chat and not template:
+        raise ValueError(
+            f"--chat needs a chat template, but the tokenizer of {loaded.name} has none"
+        )
+    return bool(template) if chat is None else chat
+
+
+def encode_prompt(loaded: Loaded, text: str, *, chat: bool | None = None) -> Tensor:
+    """Encode a prompt as token ids, int64 ``[1, prompt_len]``; for ``chat`` see `reads_chat`."""
+    as_chat = reads_chat(loaded, chat)
+    ids = loaded.tokenizer(text)["input_ids"]
+    check_known(loaded.tokenizer, ids, "prompt")
+    if as_chat:
+        turns = [{"role": "user", "content": text}]
+        ids = loaded.tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+    return torch.tensor([ids], device=loaded.model.device)
 
 
 def check_positions(

@@ -73,16 +73,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def check_folder(folder: Path, files: Sequence[str] = ()) -> None:
-    """Check, before work begins, that result files can be written to a folder.
-
-    Args:
-        folder: Where to.
-        files: Names of the results.
-
-    Raises:
-        ValueError: It is a file, or lies in one, or cannot be written to; or a folder has the name
-            of a result.
-    """
+    """Raise ValueError, before work begins, unless result files can be written to a folder."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"out must be a folder, got {folder}, but {existing} is a file")
@@ -96,15 +87,7 @@ def check_folder(folder: Path, files: Sequence[str] = ()) -> None:
 
 
 def check_file(option: str, file: Path) -> None:
-    """Check, before work begins, that a result file can be written.
-
-    Args:
-        option: Whose it is, for messages.
-        file: The file.
-
-    Raises:
-        ValueError: It is a folder, its folder is a file, or that cannot be written to.
-    """
+    """Raise ValueError, before work begins, unless a result file can be written."""
     if file.is_dir():
         raise ValueError(f"{option} must be a file, got the folder {file}")
     existing = next(path for path in file.absolute().parents if path.exists())

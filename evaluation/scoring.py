@@ -40,14 +40,12 @@ class Outcome:
         kind: The question's kind.
         text: The generated answer; empty if none was asked for.
         score: Of the generated answer, in [0, 1]; None if none was asked for.
-        log_prob: Natural logarithm of the probability of the right answer, all its tokens together.
-        answer_len: Tokens of the right answer.
+        log_prob: Natural logarithm of the right answer's probability, all ``answer_len`` tokens.
         divergence: Kullback-Leibler divergence of the distribution of the next token from full
             context's, in nats, mean over the right answer's tokens.
         seen: Tokens that were read under the policy.
         kept: Tokens that a layer held afterwards, mean over layers and KV heads.
-        held_bytes: Bytes of their keys and values.
-        full_bytes: Bytes that full context holds.
+        held_bytes: Bytes of their keys and values; full context holds ``full_bytes``.
     """
 
     policy: str
@@ -80,15 +78,14 @@ def outcomes(
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
         tokenizer: Its tokenizer.
-        asked: The questions, at least one.
+        asked: The questions, at least one, that fit into the model's positions.
         policies: By name; None is full context, which is measured also if it is not among them.
         later: False: a policy reads document and question, and knows the question when it chooses.
             True: it reads the document, and the question is appended to what it kept.
         progress: Told of every policy and question.
 
     Raises:
-        ValueError: There are no questions, one does not fit into the model's positions, or a policy
-            cannot be applied to the model.
+        ValueError: The questions are wrong, or a policy cannot be applied to the model.
     """
     check_fits(model, asked)
     full = next((name for name, policy in policies.items() if policy is None), FULL)
@@ -176,16 +173,12 @@ def append(
     needed, ``len`` is 1 for models that can leave out the others.
     """
     tokens = torch.tensor(ids, device=model.device)
-    keep = {"logits_to_keep": 1} if last and _keeps(model) else {}
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+    keep = {"logits_to_keep": 1} if last and keeps else {}
     attached = cache.attached(model) if isinstance(cache, PolicyCache) else nullcontext()
     with torch.no_grad(), attached:
         logits: Tensor = model(tokens, **{CACHE: cache}, **keep).logits
     return logits.float()
-
-
-def _keeps(model: PreTrainedModel) -> bool:
-    """True if a model can leave out the logits of all tokens but the last."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def _answers(

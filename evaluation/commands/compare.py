@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from kvpolicy.evaluation.commands import measured, shared
-from kvpolicy.evaluation.commands.shared import Option, with_policies
+from kvpolicy.evaluation.commands import shared
+from kvpolicy.evaluation.commands.shared import option, with_policies
 from kvpolicy.evaluation.defaults import RATES
 from kvpolicy.evaluation.policy_options import PolicyOptions
 
@@ -38,37 +38,29 @@ def compare(
     model: shared.ModelName = None,
     task: Annotated[
         list[str] | None,
-        Option(
-            metavar="NAME",
-            help=f"What is asked: {measured.TASKS}; repeatable; default: needles.",
-        ),
+        option("NAME", f"What is asked: {shared.TASKS}; repeatable; default: needles."),
     ] = None,
-    context: measured.Context = 1500,
-    count: measured.Count = 16,
+    context: shared.Context = 1500,
+    count: shared.Count = 16,
     later: Annotated[
         bool,
-        Option("--later", help="Policies read the document before they know the question."),
+        option(None, "Policies read the document before they know the question.", "--later"),
     ] = False,
-    all_policies: Annotated[bool, Option("--all", help="All policies, not only twelve.")] = False,
+    all_policies: Annotated[bool, option(None, "All policies, not only twelve.", "--all")] = False,
     tsp_layers: Annotated[
         str | None,
-        Option(
-            metavar="LAYERS",
-            help="Layers such as 7,14,21: policies that drop tokens get a row for each.",
-        ),
+        option("LAYERS", "Layers such as 7,14,21: policies that drop tokens get a row for each."),
     ] = None,
-    seed: measured.Seed = 0,
+    seed: shared.Seed = 0,
     rounds: Annotated[
         int,
-        Option(min=0, metavar="N", help="Prompts that are timed; fewer than 5 tell no time."),
+        option("N", "Prompts that are timed; fewer than 5 tell no time.", min=0),
     ] = 5,
-    answer_tokens: Annotated[
-        int, Option(min=1, metavar="N", help="Tokens decoded for each of them.")
-    ] = 16,
+    answer_tokens: Annotated[int, option("N", "Tokens decoded for each of them.", min=1)] = 16,
     threads: shared.Threads = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "cpu",
-    out: measured.Out = None,
+    out: shared.Out = None,
     policies: PolicyOptions,
 ) -> None:
     """Compare policies with full context: right answers, probability, memory and time.
@@ -77,8 +69,9 @@ def compare(
     tokens of real text. --all compares every policy.
     """
     tasks = tuple(dict.fromkeys(task or ("needles",)))
-    threads = measured.check_before(out, FILES, threads, *tasks)
-    layers = _layers(tsp_layers)
+    threads = shared.check_before(out, FILES, threads, *tasks)
+    rule = "--tsp-layers must be numbers separated by commas"
+    layers = () if tsp_layers is None else shared.numbers(tsp_layers, 0, rule)
 
     import attrs
     import torch
@@ -122,7 +115,7 @@ def compare(
         _show(found)
         if out is not None:
             data = {"settings": settings, **found.as_data()}
-            measured.write(out, FILES, loaded, data, plot_comparison(found))
+            shared.write(out, FILES, loaded, data, plot_comparison(found))
 
     with progress_shown(console) as progress:
         found = run_comparison(
@@ -137,18 +130,6 @@ def compare(
             unfinished=show,
         )
     show(found)
-
-
-def _layers(text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        found = tuple(dict.fromkeys(int(each) for each in text.split(",")))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 0:
-        raise ValueError(f"--tsp-layers must be numbers separated by commas, got {text!r}")
-    return found
 
 
 def _headline(console: Console, loaded: Loaded, threads: int, said: str) -> None:

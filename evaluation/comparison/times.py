@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from kvpolicy.evaluation.intervals import median_interval
 from kvpolicy.evaluation.progress import Progress, silent
-from kvpolicy.evaluation.refusals import naming
 from kvpolicy.evaluation.scoring import append
+from kvpolicy.evaluation.variant import naming
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policy import CachePolicy
 
@@ -64,11 +64,8 @@ class Ratio:
 class Times:
     """How long one policy took, a number for each round.
 
-    Args:
-        prefill: Seconds of reading a prompt.
-        decode: Seconds of a decoded token, the mean of a round's.
-        prefill_cpu: Processor seconds of reading, all threads together.
-        decode_cpu: Processor seconds of a decoded token.
+    Seconds of reading a prompt and of a decoded token, the mean of a round's; and processor
+    seconds, all threads together.
     """
 
     prefill: tuple[float, ...] = ()

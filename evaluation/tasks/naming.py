@@ -21,15 +21,7 @@ def check_task(name: str) -> None:
 
 
 def task_named(name: str) -> Task:
-    """Return a task by its name, or the questions of a file.
-
-    Args:
-        name: One of `NAMES`, or the path of a file as `kvpolicy.evaluation.tasks.files.Files`
-            reads it.
-
-    Raises:
-        ValueError: It is neither.
-    """
+    """Return a task by its name, one of `NAMES`, or the questions of a file; see `check_task`."""
     check_task(name)
     from kvpolicy.evaluation.tasks.completion import Completion
     from kvpolicy.evaluation.tasks.continuation import Continuation

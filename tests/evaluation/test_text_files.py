@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpolicy.evaluation.text_files import read_text
+from kvpolicy.evaluation.texts import read_text
 
 
 @pytest.mark.parametrize(

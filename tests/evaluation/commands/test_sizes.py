@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvpolicy.evaluation.commands.sizes import parse_size
+from kvpolicy.evaluation.commands.serve_check import parse_size
 
 
 @pytest.mark.parametrize(
