@@ -23,6 +23,10 @@ class LayerShape:
     Raises:
         TypeError: A size is not an int.
         ValueError: A size is below its least.
+
+    Example:
+        >>> LayerShape("full attention", token_bytes=2 * 8 * 128 * 2).held(100)
+        100
     """
 
     kind: str
