@@ -24,7 +24,7 @@ import attrs
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import BASELINE, ModelSpec, policies_said, spread
+from benchmarks.common import BASELINE, ModelSpec, policy_of, spread
 from benchmarks.harness import Benchmark, Column, Option, Row, Run, Table, extent, in_turns
 from benchmarks.memory import try_peak
 from benchmarks.pictures import chunks_picture
@@ -44,7 +44,7 @@ OPTIONS = (
     Option("rounds", 3, quick=1),
     Option("growing", GROWING, quick=[256, 512], help="tokens, read in chunks only, once"),
     Option("chunks", 2048, quick=64, help="tokens of a forward"),
-    Option("methods", METHODS, lambda text: tuple(text.split(",")), help="with commas between"),
+    Option("methods", METHODS, help="with commas between"),
 )
 
 
@@ -103,7 +103,10 @@ def measure(run: Run) -> None:
         "model": attrs.asdict(TINY),
         "dtype": "torch.float32",
         "threads": run.options.threads,
-        "policies": policies_said(run.options.methods),
+        "policies": {
+            name: "DynamicCache" if name == BASELINE else repr(policy_of(name))
+            for name in run.options.methods
+        },
     }
     run.begin(settings, "prompts")
     for rows in rows_of(run.options):

@@ -67,12 +67,6 @@ TINY = ModelSpec(
 )
 
 
-def policies_said(names: Sequence[str]) -> dict[str, str]:
-    """Return the repr of each policy by name, as the results record it."""
-    found = {name: policy_of(name) for name in names}
-    return {name: "DynamicCache" if each is None else repr(each) for name, each in found.items()}
-
-
 def policy_of(name: str) -> CachePolicy | None:
     """Return a registered policy with its default arguments; None for ``dynamic_cache``."""
     if name == BASELINE:
@@ -107,8 +101,8 @@ def allowed_decode(
 ) -> float:
     """Return the largest speed-up of a decoded token, limited by the bytes that it reads.
 
-    These are the weights without the embeddings, of which a token reads one row, and the keys and
-    values kept of the prompt.
+    These are the keys and values kept of the prompt, and the weights without the embeddings, of
+    which a token reads one row.
     """
     found = estimate_cost(policy, shape, context)
     weights = sum(each.nbytes for each in model.parameters())
@@ -117,12 +111,7 @@ def allowed_decode(
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, minimum and maximum of some values.
-
-    Example:
-        >>> spread([3.0, 1.0, 2.0])
-        {'median': 2.0, 'lowest': 1.0, 'highest': 3.0}
-    """
+    """Return the median, minimum and maximum of some values."""
     return {"median": median(values), "lowest": min(values), "highest": max(values)}
 
 
@@ -137,17 +126,7 @@ def ratio_text(ratio: float) -> str:
 
 
 def as_json(record: dict[str, Any]) -> str:
-    """Return JSON with each list of numbers on one line; raise an error for NaN.
-
-    Example:
-        >>> print(as_json({"ms": [1.5, 2.0], "at": {"context": 8}}))
-        {
-         "ms": [1.5, 2.0],
-         "at": {
-          "context": 8
-         }
-        }
-    """
+    """Return JSON with each list of numbers on one line; raise an error for NaN."""
     text = json.dumps(record, indent=1, allow_nan=False)
     # In the text, newlines occur only between values, never inside a string.
     numbers = re.compile(r"\[\n\s+(-?\d[-+.\de]*(?:,\n\s+-?\d[-+.\de]*)*)\n\s*\]")

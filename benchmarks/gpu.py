@@ -27,6 +27,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +38,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import TINY, ModelSpec, as_json, read_json
 from benchmarks.gpu_cells import FAILED, FULL, MEASURED, Bench, Cell, Job, Plan, Settings, ratios
-from benchmarks.harness import Benchmark, Column, Option, Row, Run, Table, Text, at_least, middle
+from benchmarks.harness import Benchmark, Column, Option, Row, Run, Table, middle, names_among
 from benchmarks.pictures import gpu_picture
 from benchmarks.timing import COMPILED, FIXED, GROWING, Deadline, compile_config
-from kvpolicy import DecodingEviction
-from kvpolicy.policies import (
-    CLAA,
-    H2O,
-    AdaKV,
-    FastKV,
-    FullContext,
-    GemFilter,
-    GQAGroupSelector,
-    PyramidInfer,
-    SnapKV,
-    SpireKV,
-    StreamingLLM,
-    WindowMaxPoolScorer,
-)
+from kvpolicy import DecodingEviction, policies
 
 LLAMA = ModelSpec(
     hidden_size=4096,
@@ -89,12 +76,12 @@ PARTS = ("cells", "answers", "compiled")
 
 
 OPTIONS = (
-    Option("preset", "llama-3.1-8b", quick="tiny", how={"choices": tuple(PRESETS)}),
+    Option("preset", "llama-3.1-8b", quick="tiny", choices=tuple(PRESETS)),
     Option("device", "cuda", quick="cpu"),
     Option("contexts", [2048, 8192, 32768, 131072], quick=[256, 512]),
-    Option("new-tokens", 33, at_least(2), quick=4, help="generated"),
+    Option("new-tokens", 33, least=2, quick=4, help="generated"),
     Option("repeats", 3, help="prefills at most"),
-    Option("minutes", 25.0, float, help="for everything"),
+    Option("minutes", 25.0, help="for everything"),
     Option("policies", help="with commas between; default all"),
     Option("parts", ",".join(PARTS)),
     Option("cudnn", False, help="with cuDNN's attention, where torch takes it"),
@@ -111,25 +98,28 @@ def jobs_of(contexts: Sequence[int]) -> list[Job]:
     *shorter, longest = contexts
     middle = shorter[-1] if shorter else longest
 
-    def cells(names: Sequence[str], *lengths: int) -> list[Job]:
-        return [Job("cells", name, length) for length in lengths for name in names]
-
-    def answers(names: Sequence[str], *lengths: int, batch: int = 1) -> list[Job]:
+    def jobs(
+        part: str,
+        names: Sequence[str],
+        *lengths: int,
+        buffers: Sequence[str] = ("",),
+        batch: int = 1,
+    ) -> list[Job]:
         return [
-            Job("answers", name, length, buffers, batch)
+            Job(part, name, length, held, batch)
             for length in lengths
-            for buffers in ((GROWING, FIXED) if batch == 1 else (GROWING,))
+            for held in buffers
             for name in names
         ]
 
-    def compiled(names: Sequence[str], *lengths: int) -> list[Job]:
-        return [Job("compiled", name, length, COMPILED) for length in lengths for name in names]
-
+    cells, both, rows = partial(jobs, "cells"), (GROWING, FIXED), (*FEW, "adakv")
+    answers = partial(jobs, "answers", buffers=both)
+    compiled = partial(jobs, "compiled", buffers=(COMPILED,))
     found = [
         *cells(MAIN, *shorter),
         *answers(MAIN, *shorter),
         *cells(MAIN, longest),
-        *answers((*FEW, "adakv"), middle, batch=ROWS),
+        *answers(rows, middle, buffers=both[:1], batch=ROWS),
         *answers((FULL, *BOUNDED), middle),
         *compiled((FULL, "fastkv", "snapkv_fixed"), middle),
         *cells(CHUNKED, longest),
@@ -150,28 +140,29 @@ def plans_for(spec: ModelSpec) -> dict[str, Plan]:
     number of entries after the prompt, and lets the answer grow.
     """
     large = spec.num_layers == 32
-    chunk, entries = (4096, 1024) if large else (64, 32)
-    fastkv, snapkv = FastKV(tsp_rate=0.2, retention_rate=0.1), SnapKV(retention_rate=0.1)
-    bound = DecodingEviction(
-        WindowMaxPoolScorer(), GQAGroupSelector(retention_tokens=entries), every=32 if large else 2
-    )
+    chunk, entries, filter_layer, every = (4096, 1024, 13, 32) if large else (64, 32, None, 2)
+    fastkv = policies.FastKV(tsp_rate=0.2, retention_rate=0.1)
+    snapkv = policies.SnapKV(retention_rate=0.1)
+    group = policies.GQAGroupSelector(retention_tokens=entries)
+    bound = DecodingEviction(policies.WindowMaxPoolScorer(), group, every=every)
+    fixed = policies.SnapKV(retention_tokens=entries)
     return {
         FULL: Plan(None),
-        "everything": Plan(FullContext()),
+        "everything": Plan(policies.FullContext()),
         "fastkv": Plan(fastkv),
         "snapkv": Plan(snapkv),
-        "gemfilter": Plan(GemFilter(filter_layer=13 if large else None, retention_rate=0.1)),
-        "spirekv": Plan(SpireKV()),
-        "claa": Plan(CLAA()),
-        "adakv": Plan(AdaKV(retention_rate=0.1)),
-        "streamingllm": Plan(StreamingLLM(retention_rate=0.1)),
+        "gemfilter": Plan(policies.GemFilter(filter_layer=filter_layer, retention_rate=0.1)),
+        "spirekv": Plan(policies.SpireKV()),
+        "claa": Plan(policies.CLAA()),
+        "adakv": Plan(policies.AdaKV(retention_rate=0.1)),
+        "streamingllm": Plan(policies.StreamingLLM(retention_rate=0.1)),
         "full_chunks": Plan(None, chunk),
         "fastkv_chunks": Plan(fastkv, chunk),
         "snapkv_chunks": Plan(snapkv, chunk),
-        "pyramidinfer": Plan(PyramidInfer()),
-        "h2o": Plan(H2O(retention_rate=0.1)),
-        "snapkv_fixed": Plan(SnapKV(retention_tokens=entries)),
-        "snapkv_bounded": Plan(SnapKV(retention_tokens=entries, decoding=bound)),
+        "pyramidinfer": Plan(policies.PyramidInfer()),
+        "h2o": Plan(policies.H2O(retention_rate=0.1)),
+        "snapkv_fixed": Plan(fixed),
+        "snapkv_bounded": Plan(attrs.evolve(fixed, decoding=bound)),
     }
 
 
@@ -191,11 +182,8 @@ def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     """Find the cells that the command line asks for, and check the other options."""
     jobs = jobs_of(options.contexts)
     known = dict.fromkeys(job.policy for job in jobs)
-    chosen = list(known) if options.policies is None else options.policies.split(",")
-    parts = options.parts.split(",")
-    for name, given, among in (("policies", chosen, known), ("parts", parts, PARTS)):
-        if unknown := sorted(set(given) - set(among)):
-            parser.error(f"--{name} must be among {', '.join(among)}, got {', '.join(unknown)}")
+    chosen = names_among(parser, "--policies", options.policies, known)
+    parts = names_among(parser, "--parts", options.parts, PARTS)
     if not options.minutes > 0:
         parser.error(f"--minutes must be above 0, got {options.minutes}")
     if options.show is None and options.device.startswith("cuda") and not torch.cuda.is_available():
@@ -206,8 +194,7 @@ def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
 def perform(run: Run, bench: Bench, jobs: Sequence[Job]) -> None:
     """Measure all cells that have no final result; write the record before and after each.
 
-    The record's ``unfinished`` has the number of starts of every cell that was begun, and has no
-    final result.
+    The record's ``unfinished`` has the number of starts of every cell that has none.
     """
     record = run.record
     unfinished = record["unfinished"]
@@ -380,7 +367,8 @@ BENCHMARK = Benchmark(
     __doc__,
     measure,
     OPTIONS,
-    (*TABLES, Text(lambda record: NOTES)),
+    TABLES,
+    notes=NOTES,
     picture=gpu_picture,
     settle=choose,
 )

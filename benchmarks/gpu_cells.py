@@ -65,32 +65,20 @@ class Job:
 class Cell:
     """The measurements of one method at one length; None or empty if not measured.
 
-    Args:
-        policy: Name of the plan.
-        context: Tokens of a row's prompt.
-        buffers: Of `generate`: ``growing``, ``fixed`` or ``compiled``; empty in a loop.
-        batch: Rows.
-        status: ``measured``, ``out of memory``, ``out of time`` or ``failed``.
-        note: Why it was not measured, or what is missing from a measured one.
-        rehearsal_ms: Prefill of the run before the counted ones.
-        prefill_ms: Wall time of the prefill of every counted run.
-        prefill_device_ms: The same between CUDA events.
-        decode_ms: Wall time of every token after the first. The first of a compiled answer may be
-            slow: CUDA graphs are recorded again if a cache's memory lies elsewhere.
-        decode_device_ms: The same between CUDA events.
-        scoring_ms: Time inside the policy's decisions, in a separate prefill.
-        scoring_prefill_ms: Time of that whole prefill.
-        scoring_share: ``scoring_ms`` over ``scoring_prefill_ms``.
-        held_bytes: Keys and values after prefill.
-        before_bytes: Allocated on the GPU before the prompt: the weights.
-        prefill_peak_bytes: The most allocated during prefill, or in the whole `generate`.
-        decode_peak_bytes: The most allocated while decoding.
-        masked_layers_prefill: Layers whose attention got a mask in prefill.
-        masked_layers_decode: The same while tokens were decoded, summed over all tokens.
-        compile_ms: Time of the few tokens decoded in the warm-up, compiling included.
-        compiled_graphs: Graphs that the warm-up compiled; one if there was no graph break.
-        prefill_allowed: Full context over the policy by the count of operations.
-        decode_allowed: Full context over the policy by the bytes that a decoded token reads.
+    - ``buffers`` of `generate`: ``growing``, ``fixed`` or ``compiled``; empty in a loop.
+    - ``status``: ``measured``, ``out of memory``, ``out of time`` or ``failed``; ``note``: why it
+      was not measured, or what is missing from a measured one.
+    - ``rehearsal_ms``: prefill of the run before the counted ones; ``decode_ms``: every token after
+      the first. The first of a compiled answer may be slow: CUDA graphs are recorded again if a
+      cache's memory lies elsewhere. ``device``: the same between CUDA events.
+    - ``scoring_ms``: time inside the policy's decisions, in a separate prefill.
+    - ``before_bytes``: on the GPU before the prompt, the weights; the peaks are the most allocated
+      during prefill, or in the whole `generate`, and while decoding.
+    - ``masked_layers``: layers whose attention got a mask, in prefill and summed over all tokens.
+    - ``compile_ms``: the few tokens decoded in the warm-up, compiling included; ``compiled_graphs``
+      is one if there was no graph break.
+    - ``allowed``: full context over the policy by the count of operations, or by the bytes that a
+      decoded token reads.
     """
 
     policy: str
@@ -122,11 +110,9 @@ class Cell:
 def ratios(row: Row, part: str, record: Row) -> Row:
     """Return the ratios of a part's row to full context: above 1 the policy is faster.
 
-    Returns:
-        ``prefill_speedup`` and ``decode_speedup`` of medians, ``mean_speedup`` of the mean token (a
-        bounded answer's includes what choosing takes), and ``generate_speedup`` of a median prefill
-        and all tokens, where both decoded as many. The other side has the same buffers and rows.
-        ``loop_speedup``: the median token of full context in the loop, over this one's.
+    They are of medians; ``mean_speedup`` of the mean token (a bounded answer's includes what
+    choosing takes), and ``generate_speedup`` of a median prefill and all tokens, where both decoded
+    as many. The other side has the same buffers and rows; ``loop_speedup`` is that of the loop.
     """
 
     def full(rows: list[Row], **place: Any) -> Row:
@@ -158,11 +144,9 @@ def ratios(row: Row, part: str, record: Row) -> Row:
 class Settings:
     """The settings of a measurement.
 
-    Args:
-        new_tokens: Tokens generated, the first by the prefill.
-        repeats: Counted prefills of a cell, at most.
-        cell_seconds: What these take together at most; if one takes longer, the rehearsal counts.
-        limit_seconds: When a cell ends, up to 131,072 tokens; in proportion more for longer ones.
+    Of ``new_tokens``, the prefill gives the first. A cell has at most so many ``repeats``, which
+    take ``cell_seconds`` together at most; if one takes longer, the rehearsal counts. It ends after
+    ``limit_seconds``, in proportion later beyond 131,072 tokens.
     """
 
     new_tokens: int = 33

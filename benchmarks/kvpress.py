@@ -187,8 +187,7 @@ def places_of(held: Tensor, whole: Tensor) -> list[int]:
 def answered(model: PreTrainedModel, method: str, by: Any, prompt: Mapping[str, Any]) -> Row:
     """Read a prompt under a policy or a press, None for full context, and answer it greedily.
 
-    Returns:
-        ``tokens``; ``kept`` positions by layer and head as `bits`; CPU ``seconds`` of reading.
+    ``kept`` are positions by layer and head as `bits`, and ``seconds`` the CPU's of reading.
     """
     parts = [prompt["document"], prompt["question"]]
     if not METHODS[method][2]:

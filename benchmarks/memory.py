@@ -32,10 +32,8 @@ def try_peak(
 ) -> dict[str, Any] | None:
     """Read one prompt in a fresh process and return its peak memory; None if the process failed.
 
-    Returns:
-        ``before_bytes`` (resident before the prompt), ``peak_bytes``, ``growth_bytes`` (their
-        difference), ``measured_by``, and ``exact``: False if memory was as high before the prompt,
-        so that the growth is only an upper bound. ``cpu_ms``, the processor's time of the prompt.
+    ``exact`` is False if memory was as high before the prompt, so that the growth is only an upper
+    bound. ``cpu_ms`` is the processor's time of the prompt.
     """
     wanted = {"model": attrs.asdict(spec), "policy": policy, "context": context}
     wanted |= {"threads": threads, "chunk": chunk}

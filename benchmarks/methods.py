@@ -30,16 +30,7 @@ from benchmarks.common import (
     ratio_text,
     spread,
 )
-from benchmarks.harness import (
-    Benchmark,
-    Column,
-    Option,
-    Row,
-    Run,
-    Table,
-    at_least,
-    middle,
-)
+from benchmarks.harness import Benchmark, Column, Option, Row, Run, Table, middle, names_among
 from benchmarks.memory import try_peak
 from benchmarks.pictures import methods_picture
 from kvpolicy import CachePolicy, build, registered
@@ -48,10 +39,10 @@ from kvpolicy.evaluation.comparison.times import Times, measure_times
 OPTIONS = (
     # 32,768 tokens take about half a minute on two cores.
     Option("contexts", [2048, 8192, 32768], quick=[64, 128]),
-    Option("rounds", kind=at_least(1), quick=1, help="default 9, 5 and 3, by length"),
+    Option("rounds", least=1, quick=1, help="default 9, 5 and 3, by length"),
     Option("new-tokens", 16, quick=2, help="decoded"),
     Option("methods", help="with commas between; default all that are registered"),
-    Option("memory-context", 32768, at_least(0), quick=128, help="0 leaves memory out"),
+    Option("memory-context", 32768, least=0, quick=128, help="0 leaves memory out"),
 )
 
 
@@ -139,9 +130,7 @@ def measure_memory(run: Run, spec: ModelSpec) -> None:
 
 def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     known = all_policies()
-    chosen = list(known) if options.methods is None else options.methods.split(",")
-    if unknown := sorted(set(chosen) - set(known)):
-        parser.error(f"--methods must be among {', '.join(known)}, got {', '.join(unknown)}")
+    chosen = names_among(parser, "--methods", options.methods, known)
     options.policies = {name: known[name] for name in chosen}
 
 

@@ -23,11 +23,7 @@ VARIABLE = "NATURAL_QUESTIONS"
 
 @cache
 def rows() -> list[dict[str, Any]]:
-    """Return the file's rows.
-
-    Raises:
-        ValueError: The variable is not set.
-    """
+    """Return the rows of the file that the variable names."""
     path = os.environ.get(VARIABLE)
     if path is None:
         raise ValueError(f"{VARIABLE} must be the path of nq-open-oracle.jsonl.gz, got nothing")

@@ -55,10 +55,9 @@ class Operations:
 
 @attrs.frozen
 class LayerWork:
-    """What one layer multiplies a token with.
+    """What one layer multiplies a token with: weights, of these those of queries, keys and values.
 
-    ``projection_weights`` are those that make queries, keys and values; ``pair_width`` counts the
-    multiplications of a pair of query and key, over all heads.
+    ``pair_width`` counts the multiplications of a pair of query and key, over all heads.
     """
 
     weights: float

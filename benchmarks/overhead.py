@@ -42,11 +42,10 @@ from benchmarks.harness import (
     Row,
     Run,
     Table,
-    Text,
-    at_least,
     extent,
     in_turns,
     middle,
+    names_among,
     ratios,
 )
 from benchmarks.timing import TokenTimes
@@ -77,9 +76,9 @@ POLICIES: dict[str, Callable[[int, int], CachePolicy]] = {
 OPTIONS = (
     Option("policies", ",".join(POLICIES)),
     Option("contexts", [128, 512, 2048], quick=[32], help="prompts that are timed"),
-    Option("prompt", 512, at_least(32), quick=64, help="tokens before those that count"),
-    Option("tokens", 128, at_least(4), quick=4, help="decoded, and timed"),
-    Option("counted-tokens", 32, at_least(2), quick=4, help="decoded, and counted"),
+    Option("prompt", 512, least=32, quick=64, help="tokens before those that count"),
+    Option("tokens", 128, least=4, quick=4, help="decoded, and timed"),
+    Option("counted-tokens", 32, least=2, quick=4, help="decoded, and counted"),
     Option("repeats", 9, quick=1),
     Option("counts-only", False, help="without times"),
 )
@@ -184,9 +183,9 @@ def layer_counts(
 
     ``token`` is the median token's; ``mean`` is the mean, which includes the growth of buffers.
     """
-    few, many = (
-        counts(_tiny(size), made[size], random_prompt(64, context), tokens, kind) for size in SIZES
-    )
+    models = {size: attrs.evolve(TINY, num_layers=size).build() for size in SIZES}
+    prompt = random_prompt(64, context)
+    few, many = (counts(models[size], made[size], prompt, tokens, kind) for size in SIZES)
     width = SIZES[1] - SIZES[0]
     layer = {
         part: [(more - less) / width for less, more in zip(few[part], many[part], strict=True)]
@@ -194,10 +193,6 @@ def layer_counts(
     }
     found = {part: median(each) for part, each in layer.items()}
     return {**found, "mean": fmean(layer["token"])}
-
-
-def _tiny(layers: int) -> PreTrainedModel:
-    return attrs.evolve(TINY, num_layers=layers).build()
 
 
 def count_rows(names: Sequence[str], context: int, tokens: int, kind: str) -> list[Row]:
@@ -268,27 +263,22 @@ def measure(run: Run) -> None:
     for name, spec in {} if options.counts_only else specs.items():
         model = spec.build()
         makes = contenders(names, spec.num_layers, options.tokens)
-        prompt = random_prompt(spec.vocab_size, options.prompt)
-        turns = {
-            each: partial(token_ms, model, make, prompt, options.tokens)
-            for each, make in makes.items()
-        }
-        head: Row = {"model": name, "context": options.prompt}
-        for row in time_rows(head, turns, options.repeats, speed=False):
-            run.add("tokens", {**row, "wanted": wanted_token.get(row["policy"])})
+        timed: list[Any] = [
+            ("tokens", options.prompt, partial(token_ms, tokens=options.tokens), wanted_token)
+        ]
         for context in options.contexts:
-            prompt = random_prompt(spec.vocab_size, context)
-            turns = {each: partial(prompt_ms, model, make, prompt) for each, make in makes.items()}
             limits = WANTED_PROMPT if (name, context) == ("python", 512) else {}
+            timed.append(("prompts", context, prompt_ms, limits))
+        for part, context, work, wanted in timed:
+            prompt = random_prompt(spec.vocab_size, context)
+            turns = {each: partial(work, model, make, prompt) for each, make in makes.items()}
             head = {"model": name, "context": context}
-            for row in time_rows(head, turns, options.repeats, speed=True):
-                run.add("prompts", {**row, "wanted": limits.get(row["policy"])})
+            for row in time_rows(head, turns, options.repeats, speed=part == "prompts"):
+                run.add(part, {**row, "wanted": wanted.get(row["policy"])})
 
 
 def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    options.policies = options.policies.split(",")
-    if unknown := sorted(set(options.policies) - set(POLICIES)):
-        parser.error(f"--policies must be among {','.join(POLICIES)}, got {','.join(unknown)}")
+    options.policies = names_among(parser, "--policies", options.policies, POLICIES)
 
 
 def _counts_table(part: str, title: str) -> Table:
@@ -330,8 +320,8 @@ BENCHMARK = Benchmark(
         _counts_table("calls", "Python calls"),
         _times_table("tokens", "token's cost"),
         _times_table("prompts", "prompt's speed", Column("attach", 8, middle("attach_ms"), ".2f")),
-        Text(lambda record: NOTES),
     ),
+    notes=NOTES,
     settle=choose,
     threads=1,
 )

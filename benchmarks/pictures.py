@@ -37,39 +37,25 @@ def draw(folder: Path, name: str, picture: Callable[[], bytes]) -> None:
 
 def gpu_picture(record: dict[str, Any]) -> bytes:
     """Draw speed-ups of prefill and decoding by context length, with their theoretical limits."""
-    rows = [
-        {
-            "policy": cell["policy"],
-            "context": cell["context"],
-            "prefill": cell["prefill_speedup"],
-            "prefill_allowed": cell["prefill_allowed"],
-            "decode": cell["decode_speedup"],
-            "decode_allowed": cell["decode_allowed"],
-        }
-        for cell in record["cells"]
-        if cell["status"] == "measured" and cell["prefill_speedup"] is not None
-    ]
+    measured = (cell for cell in record["cells"] if cell["status"] == "measured")
+    rows = [cell for cell in measured if cell["prefill_speedup"] is not None]
     where = record["machine"].get("gpu") or record["machine"]["processor"]
     title = f"{record['settings']['model']['preset']}, random weights, on {where}"
     return _speedups(rows, title, "In brackets: what the count of operations or bytes allows.")
 
 
 def methods_picture(record: dict[str, Any]) -> bytes:
-    before = {
-        row["context"]: row
-        for row in record["rows"]
-        if row["policy"] == record["rows"][0]["policy"]
-    }
+    base = record["rows"][0]["policy"]
+    before = {row["context"]: row for row in record["rows"] if row["policy"] == base}
     rows = []
     for row in record["rows"]:
-        if row["policy"] == record["rows"][0]["policy"]:
+        if row["policy"] == base:
             continue  # the baseline against itself
-        found = {"policy": row["policy"], "context": row["context"]}
+        found = dict(row)
         for phase in _PHASES:
             times = zip(row[f"{phase}_ms"], before[row["context"]][f"{phase}_ms"], strict=True)
             speed = Ratio(tuple(theirs / ours for ours, theirs in times))
-            found[phase] = row[f"{phase}_speedup"]["median"]
-            found[f"{phase}_allowed"] = row[f"{phase}_allowed"]
+            found[f"{phase}_speedup"] = row[f"{phase}_speedup"]["median"]
             found[f"{phase}_steady"] = speed.steady
         rows.append(found)
     return _speedups(
@@ -127,8 +113,9 @@ def _speedups(rows: list[dict[str, Any]], title: str, legend: str) -> bytes:
     contexts = sorted({row["context"] for row in rows})
 
     def rank(name: str) -> float:
-        found = [row for row in rows if row["policy"] == name and row["prefill"]]
-        return -max(found, key=lambda row: float(row["context"]))["prefill"] if found else 0.0
+        found = [row for row in rows if row["policy"] == name and row["prefill_speedup"]]
+        last = max(found, key=lambda row: float(row["context"]), default={"prefill_speedup": 0.0})
+        return -last["prefill_speedup"]
 
     names = sorted(dict.fromkeys(row["policy"] for row in rows), key=rank) or ["no ratio"]
     figure = new_figure(_NAME + _COLUMN * len(_PHASES) * max(len(contexts), 2), len(names))
@@ -137,11 +124,12 @@ def _speedups(rows: list[dict[str, Any]], title: str, legend: str) -> bytes:
     row_axis(panels[0], names)
     columns = [f"{context:,}" for context in contexts] or [""]
     for axes, (phase, words) in zip(panels, _PHASES.items(), strict=True):
+        speedup = f"{phase}_speedup"
         cells = [
             [
-                Cell(contexts.index(row["context"]), _speed_text(row, phase), row[phase])
+                Cell(contexts.index(row["context"]), _speed_text(row, phase), row[speedup])
                 for row in rows
-                if row["policy"] == name and row[phase]
+                if row["policy"] == name and row[speedup]
             ]
             for name in names
         ]
@@ -152,4 +140,4 @@ def _speedups(rows: list[dict[str, Any]], title: str, legend: str) -> bytes:
 
 def _speed_text(row: dict[str, Any], phase: str) -> str:
     mark = "" if row.get(f"{phase}_steady", True) else "?"
-    return f"{row[phase]:.2f}{mark} ({row[f'{phase}_allowed']:.2f})"
+    return f"{row[f'{phase}_speedup']:.2f}{mark} ({row[f'{phase}_allowed']:.2f})"

@@ -63,12 +63,8 @@ RESULT = Path(__file__).parent / "results/real.json"
 class Cell:
     """What is measured together: prompts of one task and length, for one model.
 
-    Args:
-        model: One of `MODELS`.
-        task: A task's name.
-        tokens: Of a prompt, at most.
-        later: Whether policies read the document before they know the question.
-        most: Prompts to measure, at most; None for all.
+    The prompts have at most ``tokens``. ``later``: policies read the document before they know the
+    question. At most ``most`` prompts are measured; None for all.
     """
 
     model: str
@@ -88,9 +84,9 @@ class Cell:
         whole = COUNTS.get(self.task, COUNT)
         return whole if self.most is None else min(self.most, whole)
 
-    def path(self, folder: Path) -> Path:
-        """Return the file of its answers."""
-        return folder / f"{self.name.replace(' ', '-')}.jsonl"
+    def path(self, folder: Path, end: str = ".jsonl") -> Path:
+        """Return the file of its answers, or another of its name."""
+        return folder / f"{self.name.replace(' ', '-')}{end}"
 
 
 def cells(
@@ -123,17 +119,8 @@ def chosen(names: Sequence[str] = (), rates: Sequence[float] = RATES) -> list[Va
     return [each for each in found if each.name != "full_context"]
 
 
-def questions(cell: Cell, task: Task, loaded: Loaded) -> list[Asked]:
-    """Return a cell's prompts."""
-    return task.questions(loaded.tokenizer, cell.tokens, cell.count, SEED)
-
-
 def model_of(name: str) -> Loaded:
-    """Load a model out of its package; the first call converts its weights, which takes a minute.
-
-    Raises:
-        ValueError: The package is not installed; says how to install it.
-    """
+    """Load a model out of its package; the first call converts its weights, in a minute."""
     if name == "smollm2":
         return load()
     if find_spec(GEMMA) is None:
@@ -173,15 +160,7 @@ def done(path: Path) -> dict[int, dict[str, Outcome]]:
 def measure(
     todo: Sequence[Cell], policies: Sequence[Variant], folder: Path, seconds: float, say: Any
 ) -> None:
-    """Measure what is missing, in turns, until the time is up.
-
-    Args:
-        todo: The cells.
-        policies: At their budgets.
-        folder: Of the files of answers.
-        seconds: After which no further prompt is begun.
-        say: Prints a line.
-    """
+    """Measure what is missing, in turns; after some seconds no further prompt is begun."""
     end = time.monotonic() + seconds
     folder.mkdir(parents=True, exist_ok=True)
     asked = {each.label: each.policy for each in policies}
@@ -193,9 +172,10 @@ def measure(
             return
         if cell.model not in loaded:
             loaded[cell.model] = model_of(cell.model)
-        if cell not in prompts:
-            prompts[cell] = questions(cell, task_of(cell.task), loaded[cell.model])
         model, tokenizer = loaded[cell.model].model, loaded[cell.model].tokenizer
+        if cell not in prompts:
+            task = task_of(cell.task)
+            prompts[cell] = task.questions(tokenizer, cell.tokens, cell.count, SEED)
         begin = time.process_time()
         now = {label: asked[label] for label in labels}
         found = list(outcomes(model, tokenizer, [prompts[cell][index]], now, later=cell.later))
@@ -229,7 +209,7 @@ def measure_all_times(
     end = time.monotonic() + seconds
     at = {each.name: each.policy for each in policies if each.retention_rate in (0.2, None)}
     for cell in todo:
-        path = folder / f"{cell.name.replace(' ', '-')}-times.json"
+        path = cell.path(folder, "-times.json")
         if cell.task != "needles" or cell.later or path.exists() or time.monotonic() > end:
             continue
         loaded = model_of(cell.model)
@@ -248,11 +228,9 @@ def measure_all_times(
 def summary(folder: Path) -> dict[str, Any]:
     """Sum up the answers that are there.
 
-    Returns:
-        For each cell: the number of prompts, and for each kind of question (``all`` for all
-        together) and policy its score with interval, log-probability, divergence, what is held,
-        and the difference from full context; and for each length the times as fractions of full
-        context's.
+    Each cell has the number of prompts, and for each kind of question (``all`` for all together)
+    and policy its score with interval, log-probability, divergence, what is held, and the
+    difference from full context; and for each length the times as fractions of full context's.
     """
     found: dict[str, Any] = {}
     for cell in cells(list(MODELS), (*NAMES, NaturalQuestions.name)):
@@ -261,14 +239,15 @@ def summary(folder: Path) -> dict[str, Any]:
             continue
         listed = [each for index in sorted(there) for each in there[index].values()]
         rows = []
-        for each in cells_of([attrs.evolve(it, kind="all") for it in listed] + _by_kind(listed)):
+        kinds = listed if len({each.kind for each in listed}) > 1 else []
+        for each in cells_of([*(attrs.evolve(it, kind="all") for it in listed), *kinds]):
             row = attrs.asdict(each)
             if each.kind == "all" and each.policy != FULL:
                 both = [it for one in there.values() if each.policy in one for it in one.values()]
                 row["difference"] = attrs.asdict(compared(both, each.policy, FULL))
             rows.append(_rounded(row))
         found[cell.name] = {**attrs.asdict(cell), "prompts": len(there), "rows": rows}
-        path = folder / f"{cell.name.replace(' ', '-')}-times.json"
+        path = cell.path(folder, "-times.json")
         if path.exists():
             times = {name: Times(**it) for name, it in json.loads(path.read_text()).items()}
             found[cell.name]["times"] = {
@@ -291,10 +270,6 @@ def kept_with(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
         prompts = max(each[name]["prompts"] for each in (before, now))
         found[name] = {**before[name], **now[name], "prompts": prompts, "rows": [*rows.values()]}
     return found
-
-
-def _by_kind(listed: list[Outcome]) -> list[Outcome]:
-    return listed if len({each.kind for each in listed}) > 1 else []
 
 
 def _rounded(value: Any) -> Any:

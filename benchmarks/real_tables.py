@@ -33,11 +33,7 @@ _COLOURS = ("#08519c", "#6a51a3", "#31a354", "#e6550d", "#a63603", "#7f7f7f", "#
 
 
 class Rows:
-    """The rows of one cell, by policy, budget and kind of question.
-
-    Args:
-        cell: Its entry in the file of results.
-    """
+    """The rows of one cell of the results, by policy, budget and kind of question."""
 
     def __init__(self, cell: Mapping[str, Any]) -> None:
         counts = sorted(row["count"] for row in cell["rows"] if row["kind"] == "all")
@@ -182,12 +178,7 @@ def method(data: Mapping[str, Any], name: str) -> str:
 def kept(data: Mapping[str, Any], model: str, tokens: str, timed: str, *names: str) -> str:
     """Return a table of answers and of probability lost at 10% and 20%, and of prefill.
 
-    Args:
-        data: The results.
-        model: Name of the model.
-        tokens: Length of the prompts.
-        timed: Length of the prompts that were timed.
-        names: Policies.
+    The prompts have ``tokens``, and those that were timed ``timed``.
     """
     ways = found_cells(data, model, "needles", tokens)
     times = next(iter(found_cells(data, model, "needles", timed).values())).times

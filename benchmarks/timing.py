@@ -77,11 +77,11 @@ def _event() -> Any:
 
 
 class TimedPolicy(CachePolicy):
-    """A policy that measures how long its decisions take.
+    """A policy that measures how long its decisions take, on a GPU without waiting.
 
-    On a GPU the time is taken between CUDA events, without waiting. It covers scoring and choosing,
-    and the waits that choosing causes. It does not cover the check of the parts' answers, which is
-    one for all layers if the forward can wait for it, nor storing the chosen keys and values.
+    It covers scoring and choosing, and the waits that choosing causes. It does not cover the check
+    of the parts' answers, which is one for all layers if the forward can wait for it, nor storing
+    the chosen keys and values.
     """
 
     _on_cuda: bool
@@ -127,17 +127,13 @@ class TimedPolicy(CachePolicy):
 
 @attrs.frozen
 class Turn:
-    """The times and memory of one prompt and its answer.
+    """The times and memory of one prompt and its answer: one time for each token after the first.
 
-    Args:
-        prefill: Time from the prompt to the first token.
-        decode: One time for each further token.
-        held_bytes: Bytes of the cache's keys and values after prefill.
-        memory: On a GPU the bytes before the prompt, which are the weights, and the most bytes
-            while it was read and while tokens were decoded.
-        masks: Layers that got an attention mask, which rules out flash attention, while the prompt
-            was read and summed over the decoded tokens; None if they were not counted. A layer that
-            is run for some of its tokens makes its own mask, which is not counted.
+    ``held_bytes`` are those of keys and values after prefill. ``memory`` on a GPU: the bytes before
+    the prompt, which are the weights, and the most while it was read and while tokens were decoded.
+    ``masks``: layers that got an attention mask, which rules out flash attention, while the prompt
+    was read and summed over the decoded tokens; None if they were not counted. A layer that is run
+    for some of its tokens makes its own mask, which is not counted.
     """
 
     prefill: Interval
@@ -159,35 +155,30 @@ def take_turn(
 ) -> Turn:
     """Read a prompt without padding and decode greedily in a loop; return times and memory.
 
-    Args:
-        model: A decoder-only model of Transformers, in evaluation mode.
-        prompt: Token ids ``[batch, context]`` on the model's device.
-        policy: None for Transformers' own `DynamicCache`.
-        new_tokens: Tokens to generate, at least 1; the prefill gives the first.
-        deadline: Decoding ends early; during prefill `OutOfTimeError` is raised.
-        chunk: Tokens of a forward that reads a part of the prompt; None to read it in one.
-        count_masks: Whether masks are counted.
+    The prompt, ``[batch, context]``, is read in forwards of ``chunk`` tokens, or in one. Without a
+    policy the cache is Transformers' own `DynamicCache`. At the deadline decoding ends early;
+    during prefill `OutOfTimeError` is raised.
     """
     cache: Any = DynamicCache(config=model.config) if policy is None else PolicyCache(policy)
-    device, masks = model.device, [0, 0] if count_masks else None
+    device, masks = model.device, ([], []) if count_masks else (None, None)
     with nullcontext() if policy is None else cache.attached(model), torch.inference_mode():
         before = restart_peak(device)
-        with before_layers(model, deadline, partial(_count, masks, 0) if masks else None):
+        with before_layers(model, deadline, masks[0]):
             token, prefill = timed(device, partial(_read, model, prompt, cache, chunk))
-        most, held = peak(device), held_bytes(cache)
+        most = peak(device)
+        if isinstance(cache, PolicyCache):
+            held = cache.report().total.held_bytes
+        else:
+            held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         restart_peak(device)
         steps: list[Interval] = []
-        with before_layers(model, None, partial(_count, masks, 1) if masks else None):
+        with before_layers(model, None, masks[1]):
             while len(steps) < new_tokens - 1 and (deadline is None or deadline.left() > 0):
                 token, step = timed(device, partial(_next_token, model, token, cache))
                 steps.append(step)
         memory = (before, most, peak(device)) if device.type == "cuda" else None
-    counted = (masks[0], masks[1]) if masks else None
+    counted = (sum(masks[0]), sum(masks[1])) if masks[0] is not None else None
     return Turn(prefill, tuple(steps), held, memory, counted)
-
-
-def _count(masks: list[int], phase: int, kwargs: dict[str, Any]) -> None:
-    masks[phase] += kwargs.get("attention_mask") is not None
 
 
 def _read(model: PreTrainedModel, prompt: Tensor, cache: Any, chunk: int | None) -> Tensor:
@@ -204,12 +195,6 @@ def _read(model: PreTrainedModel, prompt: Tensor, cache: Any, chunk: int | None)
 def _next_token(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tensor:
     output = model(input_ids, cache=cache, use_cache=True, logits_to_keep=1)
     return torch.as_tensor(output.logits[:, -1:].argmax(dim=-1))
-
-
-def held_bytes(cache: PolicyCache | DynamicCache) -> int:
-    if isinstance(cache, PolicyCache):
-        return cache.report().total.held_bytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def restart_peak(device: torch.device) -> int:
@@ -229,19 +214,21 @@ def peak(device: torch.device) -> int:
 
 @contextmanager
 def before_layers(
-    model: PreTrainedModel,
-    deadline: Deadline | None,
-    note: Callable[[dict[str, Any]], None] | None = None,
+    model: PreTrainedModel, deadline: Deadline | None, masks: list[bool] | None = None
 ) -> Iterator[None]:
-    """Check a deadline before every decoder layer, and show a function attention's arguments."""
+    """Check a deadline before every decoder layer, and note whether its attention has a mask."""
+
+    def note(module: object, args: object, kwargs: dict[str, Any]) -> None:
+        if masks is not None:
+            masks.append(kwargs.get("attention_mask") is not None)
+
     layers: Any = model.get_decoder().layers
     handles = []
     for layer in layers:
         if deadline is not None:
             handles.append(layer.register_forward_pre_hook(lambda *_: deadline.check()))
-        if note is not None:
-            hook = partial(_noted, note)
-            handles.append(layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True))
+        if masks is not None:
+            handles.append(layer.self_attn.register_forward_pre_hook(note, with_kwargs=True))
     try:
         yield
     finally:
@@ -249,19 +236,11 @@ def before_layers(
             handle.remove()
 
 
-def _noted(note: Callable[[dict[str, Any]], None], _: Any, args: Any, kwargs: Any) -> None:
-    note(kwargs)
-
-
 # `generate`.
 
 
 class TokenTimes:
-    """A streamer of `generate` that records when it began, and when every token was done.
-
-    Args:
-        clock: Tells the seconds; the machine's clock if None.
-    """
+    """A streamer of `generate` that records when it began, and when every token was done."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self.seconds: list[float] = []

@@ -19,31 +19,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.common import ModelSpec
 from kvpolicy.evaluation.results import environment
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.vllm import ServedDocument, export
 from kvpolicy.policies import SnapKV
 
-SIZES: dict[str, dict[str, Any]] = {
-    "cpu": {
-        "vocab_size": 2048,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-    },
-    "cuda": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
+SIZES = {
+    "cpu": ModelSpec(512, 6, 8, 2, intermediate_size=1024, vocab_size=2048),
+    "cuda": ModelSpec(4096, 32, 32, 8, intermediate_size=14336, vocab_size=32000),
 }
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 RATES = (0.1, 0.2)
@@ -65,17 +52,11 @@ def parse() -> argparse.Namespace:
 @torch.no_grad()
 def prepare(folder: Path, asked: argparse.Namespace) -> tuple[list[int], list[dict[str, Any]]]:
     """Write a model and its documents; return the document's ids and what reading took."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **SIZES[asked.device],
-        max_position_embeddings=2 * asked.context,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config).eval().to(asked.device, DTYPES[asked.device])
+    spec = attrs.evolve(SIZES[asked.device], max_positions=2 * asked.context)
+    model = spec.build(asked.device, DTYPES[asked.device])
     model.save_pretrained(folder / "model")
     (folder / "documents").mkdir()
-    ids = torch.randint(0, config.vocab_size, (1, asked.context), device=asked.device)
+    ids = torch.randint(0, spec.vocab_size, (1, asked.context), device=asked.device)
     found = []
     for rate in RATES:
         begin, cache = time.perf_counter(), PolicyCache(SnapKV(retention_rate=rate))
@@ -84,7 +65,7 @@ def prepare(folder: Path, asked: argparse.Namespace) -> tuple[list[int], list[di
         read = time.perf_counter() - begin
         document = export(cache, model, folder / "documents" / f"kept_{rate * 100:.0f}.safetensors")
         begin = time.perf_counter()
-        document.entries(range(config.num_hidden_layers))
+        document.entries(range(spec.num_layers))
         found.append(
             {
                 "document": document.name,
@@ -197,7 +178,7 @@ def main() -> None:
         print(f"started in {time.perf_counter() - begin:.0f} s", flush=True)
         rows = measure(llm, folder, ids, asked)
     settings = {key: value for key, value in vars(asked).items() if key != "out"}
-    sizes = SIZES[asked.device]
+    sizes = attrs.asdict(SIZES[asked.device])
     whole = {
         "environment": environment(torch.device(asked.device)),
         "settings": {**settings, "question": QUESTION, "block": BLOCK, "model": sizes},

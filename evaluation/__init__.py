@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvpolicy.evaluation.analysis.distances import OutputDistances, output_distances
     from kvpolicy.evaluation.asking import Asked, Asker
     from kvpolicy.evaluation.cells import Cell, Compared, cells_of, compared
+    from kvpolicy.evaluation.chosen import variants
     from kvpolicy.evaluation.comparison.study import Comparison, Row, compare
     from kvpolicy.evaluation.estimate.cost import Estimate, estimate_cost
     from kvpolicy.evaluation.estimate.model_shape import LayerShape, ModelShape
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kvpolicy.evaluation.scoring import Outcome, outcomes
     from kvpolicy.evaluation.tasks.naming import task_named
     from kvpolicy.evaluation.tasks.question import Question
-    from kvpolicy.evaluation.variant import Variant, variants
+    from kvpolicy.evaluation.variant import Variant
     from kvpolicy.registry import build_policy
 else:
     __getattr__, __dir__ = lazy_names(
@@ -42,6 +43,7 @@ else:
             "kvpolicy.evaluation.analysis.distances": ("OutputDistances", "output_distances"),
             "kvpolicy.evaluation.asking": ("Asked", "Asker"),
             "kvpolicy.evaluation.cells": ("Cell", "Compared", "cells_of", "compared"),
+            "kvpolicy.evaluation.chosen": ("variants",),
             "kvpolicy.evaluation.comparison.study": ("Comparison", "Row", "compare"),
             "kvpolicy.evaluation.estimate.cost": ("Estimate", "estimate_cost"),
             "kvpolicy.evaluation.estimate.model_shape": ("LayerShape", "ModelShape"),
@@ -50,7 +52,7 @@ else:
             "kvpolicy.evaluation.scoring": ("Outcome", "outcomes"),
             "kvpolicy.evaluation.tasks.naming": ("task_named",),
             "kvpolicy.evaluation.tasks.question": ("Question",),
-            "kvpolicy.evaluation.variant": ("Variant", "variants"),
+            "kvpolicy.evaluation.variant": ("Variant",),
         },
     )
 

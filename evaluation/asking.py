@@ -26,8 +26,7 @@ class Asked:
 
     Args:
         question: The question.
-        document_ids: All that comes before the question: special tokens and the beginning of a chat
-            template, then the document.
+        document_ids: Special tokens and the beginning of a chat template, then the document.
         question_ids: The question, the end of a chat template, and the reply's beginning.
         answer_ids: The answer whose probability is measured, at least one token.
     """
@@ -51,14 +50,10 @@ class Asked:
 class Asker:
     """Turns questions into token ids, by a tokenizer's chat template if it has one.
 
-    With a chat template, document, blank line and question are a user's message. Without one the
-    question is asked in the form ``Question: ... Answer:``, which untuned models understand.
-
-    Args:
-        tokenizer: A tokenizer of Transformers. It needs neither a chat template nor special tokens.
-
-    Raises:
-        ValueError: The chat template changes a message's text, or repeats it.
+    With a chat template, document, blank line and question are a user's message; a template that
+    changes a message's text, or repeats it, is a ValueError. Without one the question is asked in
+    the form ``Question: ... Answer:``, which untuned models understand. The tokenizer needs no
+    special tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -83,12 +78,8 @@ class Asker:
     def ask(self, question: Question) -> Asked:
         """Return a question as token ids.
 
-        Args:
-            question: The question.
-
-        Raises:
-            ValueError: The tokenizer makes no token of the document or of the answer, or knows no
-                word of it.
+        It is a ValueError if the tokenizer makes no token of the document or of the answer, or
+        knows no word of it.
         """
         from kvpolicy.evaluation.readable import check_known, check_whole
 
@@ -129,15 +120,7 @@ class Asker:
 
 
 def check_fits(model: PreTrainedModel, asked: Sequence[Asked]) -> None:
-    """Check, before anything is computed, that questions fit into a model's positions.
-
-    Args:
-        model: A decoder-only model of Transformers.
-        asked: The questions.
-
-    Raises:
-        ValueError: There are none, or a prompt with its answer is longer.
-    """
+    """Raise ValueError, before anything is computed, unless questions fit a model's positions."""
     from kvpolicy.evaluation.readable import positions_of
 
     if not asked:

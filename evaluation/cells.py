@@ -18,16 +18,15 @@ from kvpolicy.evaluation.scoring import Outcome
 
 @attrs.frozen
 class Cell:
-    """What one policy did with all questions of one kind.
+    """What one policy did with all questions of one kind: means over the questions.
 
     Args:
         policy: The policy's name.
         kind: The questions' kind.
         count: Number of questions.
-        score: Mean score in [0, 1]; None if nothing was generated.
-        interval: The score's 95% interval.
-        log_prob: Mean over the questions of the right answer's log-probability for each token.
-        divergence: Mean over the questions of the divergence from full context, in nats.
+        score: In [0, 1], with its 95% ``interval``; None if nothing was generated.
+        log_prob: The right answer's log-probability for each token.
+        divergence: From full context, in nats.
         kept: Fraction of the read tokens that a layer holds.
         held: Bytes that are held, as a fraction of full context's.
     """
@@ -44,24 +43,14 @@ class Cell:
 
 
 def cells_of(outcomes: Iterable[Outcome]) -> list[Cell]:
-    """Sum up outcomes by policy and kind.
-
-    Args:
-        outcomes: As `kvpolicy.evaluation.scoring.outcomes` yields them: of each question, full
-            context is the first.
-
-    Returns:
-        The cells, in the order in which kinds and policies first appear.
-    """
-    listed = list(outcomes)
+    """Sum up outcomes by policy and kind, in the order in which these first appear."""
     groups: dict[tuple[str, str], list[Outcome]] = {}
-    for each in listed:
+    for each in outcomes:
         groups.setdefault((each.kind, each.policy), []).append(each)
-    return [cell_of(policy, kind, group) for (kind, policy), group in groups.items()]
+    return [_cell(policy, kind, group) for (kind, policy), group in groups.items()]
 
 
-def cell_of(policy: str, kind: str, own: Sequence[Outcome]) -> Cell:
-    """Sum up a policy's outcomes of one kind, at least one."""
+def _cell(policy: str, kind: str, own: Sequence[Outcome]) -> Cell:
     scores = [each.score for each in own if each.score is not None]
     score = fmean(scores) if scores else None
     return Cell(
@@ -79,16 +68,11 @@ def cell_of(policy: str, kind: str, own: Sequence[Outcome]) -> Cell:
 
 @attrs.frozen
 class Compared:
-    """How two policies differ on the same questions.
+    """How two policies, such as the other full context, differ on the same ``count`` questions.
 
-    Args:
-        policy: The name of the one.
-        other: The name of the other, such as full context.
-        count: Number of questions.
-        scores: Mean difference of their scores, with its 95% interval; None if nothing was
-            generated.
-        log_prob: Median difference of the right answer's log-probability for each token.
-        log_prob_interval: The median's interval, of at least 95%; None with too few questions.
+    ``scores`` is the mean difference of their scores, with its 95% interval; None if nothing was
+    generated. ``log_prob`` is the median difference of the right answer's log-probability for each
+    token, with an interval of at least 95%; None with too few questions.
     """
 
     policy: str
@@ -99,34 +83,27 @@ class Compared:
     log_prob_interval: tuple[float, float] | None
 
     def __str__(self) -> str:
-        said = [] if self.scores is None else [f"right answers {self._scores()}"]
-        said.append(f"log-probability {self._log_prob()}")
+        said = [f"log-probability {_shown(self.log_prob, self.log_prob_interval, 3)}"]
+        if self.scores is not None:
+            interval = self.scores.low, self.scores.high
+            said.insert(0, f"right answers {_shown(self.scores.mean, interval, 2)}")
         return f"{self.policy} and {self.other}, {self.count} questions: {'; '.join(said)}"
 
-    def _scores(self) -> str:
-        found = self.scores
-        assert found is not None
-        shown = f"{found.mean:+.2f} [{found.low:+.2f}, {found.high:+.2f}]"
-        return shown if found.clear else f"{shown}, no clear difference"
 
-    def _log_prob(self) -> str:
-        if self.log_prob_interval is None:
-            return f"{self.log_prob:+.3f}, too few questions to tell"
-        low, high = self.log_prob_interval
-        shown = f"{self.log_prob:+.3f} [{low:+.3f}, {high:+.3f}]"
-        return shown if low > 0 or high < 0 else f"{shown}, no clear difference"
+def _shown(value: float, interval: tuple[float, float] | None, digits: int) -> str:
+    shown = f"{value:+.{digits}f}"
+    if interval is None:
+        return f"{shown}, too few questions to tell"
+    low, high = interval
+    shown = f"{shown} [{low:+.{digits}f}, {high:+.{digits}f}]"
+    return shown if low > 0 or high < 0 else f"{shown}, no clear difference"
 
 
 def compared(outcomes: Iterable[Outcome], policy: str, other: str) -> Compared:
-    """Compare two policies on the questions that both were asked.
+    """Compare two policies on the questions that both were asked, in the same order.
 
-    Args:
-        outcomes: Of both, in the same order of questions.
-        policy: The name of the one.
-        other: The name of the other; positive differences are in favour of the first.
-
-    Raises:
-        ValueError: One has no outcome, or they were asked different numbers of questions.
+    Positive differences are in favour of the first. It is a ValueError if one has no outcome, or
+    they were asked different numbers of questions.
     """
     listed = list(outcomes)
     own, base = ([each for each in listed if each.policy == name] for name in (policy, other))

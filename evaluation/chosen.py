@@ -10,7 +10,7 @@ import attrs
 
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.evaluation.policy_options import PolicyOptions
-from kvpolicy.evaluation.variant import Variant, leaves_layer_open, retention
+from kvpolicy.evaluation.variant import Variant
 from kvpolicy.names import said
 from kvpolicy.policies.methods.method import Method, under_tokens
 from kvpolicy.policy import CachePolicy
@@ -29,47 +29,69 @@ from kvpolicy.registry import (
 COMPOSITION = "composition"
 
 
-def chosen_variants(
-    options: PolicyOptions, rates: Sequence[float | None], *, tsp_layer: int | None = None
-) -> list[Variant]:
-    """Build every policy that the command line asks for, once per retention rate or token count.
+def variants(names: Sequence[str] | None, rates: Sequence[float]) -> list[Variant]:
+    """Build registered policies at every retention rate; policies without a rate only once.
+
+    A policy that drops tokens in prefill cannot keep more of them than it passes on: where the
+    retention rate is above its default TSP rate, the TSP rate is raised to it.
 
     Args:
-        options: What the command line says.
-        rates: The command's own retention rates, where it says none.
-        tsp_layer: For the policies whose own default is no fixed layer and that are not told
-            another; None for their default.
+        names: See `kvpolicy.registry.name_of`; None for all.
+        rates: Fractions of the context to keep, in (0, 1]; one beyond is a ValueError.
 
-    Raises:
-        ValueError: A name is unknown, a value out of its range, or an option is taken by none of
-            the policies.
+    Example:
+        >>> [variant.label for variant in variants(["full_context", "fastkv"], [0.1, 0.2])]
+        ['full_context', 'fastkv 0.1', 'fastkv 0.2']
+    """
+    return _methods(PolicyOptions(names=tuple(names or ())), rates)
+
+
+def chosen_variants(options: PolicyOptions, rates: Sequence[float | None]) -> list[Variant]:
+    """Build every policy that the command line asks for, once per retention rate or token count.
+
+    The command's own ``rates`` are for where it says none. It is a ValueError if a name is unknown,
+    a value out of its range, or an option is taken by none of the policies.
     """
     named = {kind: [part.name] for kind, part in options.parts.items()}
     check_names({"policy": options.names, **named})
     found = []
     if options.names or not options.parts:
-        found += _methods(options, rates, tsp_layer)
+        found += _methods(options, rates)
     if options.parts:
         found += _compositions(options, rates)
     _check_taken(options, found)
     tokens = options.decoding_tokens
-    return found if tokens is None else bounded(found, options, tokens)
+    return found if tokens is None else _bounded(found, tokens, options.decoding_every)
 
 
-def bounded(found: Sequence[Variant], options: PolicyOptions, tokens: int) -> list[Variant]:
-    """Return copies of policies that also evict while decoding, if their method can.
+def chosen_variant(options: PolicyOptions, default: str) -> Variant:
+    """Build the one policy that the command line asks for, or else the default."""
+    if options.names and options.parts:
+        raise ValueError(
+            f"--policy must be left out where parts are given, got {', '.join(options.names)}: "
+            "parts make a policy of their own, and what is not given is SnapKV's"
+        )
+    for option, given in (
+        ("--policy", options.names),
+        ("--rate", options.rates),
+        ("--retention-tokens", options.tokens),
+    ):
+        if len(set(given)) > 1:
+            raise ValueError(
+                f"{option} must be one here, got {', '.join(map(str, dict.fromkeys(given)))}; to "
+                "hold several against each other, see kvpolicy compare"
+            )
+    if not (options.names or options.parts):
+        options = attrs.evolve(options, names=(default,))
+    (found,) = chosen_variants(options, (None,))
+    return found
 
-    Args:
-        found: Policies without such a rule.
-        options: What the command line says of the interval.
-        tokens: Entries that layers keep.
 
-    Raises:
-        ValueError: None of them has a rule to go by.
-    """
+def _bounded(found: Sequence[Variant], tokens: int, every: int | None) -> list[Variant]:
+    """Return policies that also evict while decoding, where their method can; one has to."""
     having = []
     for variant in found:
-        rule = decoding_rule(variant.policy, tokens, options.decoding_every)
+        rule = _decoding_rule(variant.policy, tokens, every)
         if rule is not None:
             parameters = {**variant.parameters, "decoding": str(rule)}
             policy = attrs.evolve(variant.policy, decoding=rule)
@@ -83,14 +105,8 @@ def bounded(found: Sequence[Variant], options: PolicyOptions, tokens: int) -> li
     return having
 
 
-def decoding_rule(policy: CachePolicy, tokens: int, every: int | None) -> DecodingEviction | None:
-    """Make a policy's own rule for eviction while decoding; None if it cannot evict then.
-
-    Args:
-        policy: A method, or a composition: its scorer and its selector are the rule then.
-        tokens: Entries that a layer keeps.
-        every: Tokens from one choice to the next; None for the method's own.
-    """
+def _decoding_rule(policy: CachePolicy, tokens: int, every: int | None) -> DecodingEviction | None:
+    """Return a method's own rule, or a composition's scorer and selector; None if they cannot."""
     if isinstance(policy, Method):
         return policy.decoding_rule(tokens, every) if policy.has_decoding_rule else None
     selector, scorer = under_tokens(policy.selector, tokens), policy.scorer
@@ -100,53 +116,13 @@ def decoding_rule(policy: CachePolicy, tokens: int, every: int | None) -> Decodi
     return DecodingEviction(scorer, selector, every=Method.every if every is None else every)
 
 
-def chosen_variant(
-    options: PolicyOptions, default: str, *, tsp_layer: int | None = None
-) -> Variant:
-    """Build the one policy that the command line asks for.
-
-    Args:
-        options: What the command line says.
-        default: The policy where it says none.
-        tsp_layer: See `chosen_variants`.
-
-    Raises:
-        ValueError: More than one is asked for; else see `chosen_variants`.
-    """
-    if options.names and options.parts:
-        raise ValueError(
-            f"--policy must be left out where parts are given, got {', '.join(options.names)}: "
-            "parts make a policy of their own, and what is not given is SnapKV's"
-        )
-    asked = [COMPOSITION] if options.parts else options.names
-    for option, given in (
-        ("--policy", dict.fromkeys(asked)),
-        ("--rate", dict.fromkeys(options.rates)),
-        ("--retention-tokens", dict.fromkeys(options.tokens)),
-    ):
-        if len(given) > 1:
-            raise ValueError(
-                f"{option} must be one here, got {', '.join(map(str, given))}; to hold several "
-                "against each other, see kvpolicy compare"
-            )
-    if not asked:
-        options = attrs.evolve(options, names=(default,))
-    (found,) = chosen_variants(options, (None,), tsp_layer=tsp_layer)
-    return found
-
-
-def _methods(
-    options: PolicyOptions, rates: Sequence[float | None], tsp_layer: int | None
-) -> list[Variant]:
-    found = []
-    for name in _names(options):
-        factory = registered("policy")[name]
-        known = parameters_of(factory)
+def _methods(options: PolicyOptions, rates: Sequence[float | None]) -> list[Variant]:
+    found, factories = [], registered("policy")
+    for name in dict.fromkeys(map(name_of, options.names or factories)):
+        known = parameters_of(factories[name])
         further = {key: value for key, value in options.parameters.items() if key in known}
-        if tsp_layer is not None and leaves_layer_open(known):
-            further = {"tsp_layer": tsp_layer, **further}
         for rate, tokens in _retentions(options, rates, known):
-            merged = {**retention(rate, tokens, known), **further}
+            merged = {**_retention(rate, tokens, known), **further}
             if "tsp_tokens" in further and "tsp_rate" not in further:
                 merged.pop("tsp_rate", None)
             policy = _built(functools.partial(build_policy, name, **merged))
@@ -154,33 +130,27 @@ def _methods(
     return found
 
 
-def _names(options: PolicyOptions) -> list[str]:
-    """Return the policy names given on the command line, each once; all if none is given."""
-    names = options.names or tuple(registered("policy"))
-    return list(dict.fromkeys(name_of(name) for name in names))
-
-
 def _compositions(options: PolicyOptions, rates: Sequence[float | None]) -> list[Variant]:
     """Build the policy composed from parts on the command line, once per retention rate."""
-    parts = {kind: _factory(kind, options) for kind in PARTS}
     known: dict[str, Any] = {}
-    told: dict[str, dict[str, Any]] = {}
-    for kind, factory in parts.items():
+    for factory in _factories(options):
         known |= parameters_of(factory)
-        told[kind] = options.parts[kind].parameters if kind in options.parts else {}
-    if any("retention_rate" in each or "retention_tokens" in each for each in told.values()):
+    told = [part.parameters for part in options.parts.values()]
+    if any("retention_rate" in each or "retention_tokens" in each for each in told):
         rates = (None,)
     found = []
     for rate, tokens in _retentions(options, rates, known):
-        shared = {**retention(rate, tokens, known), **options.parameters}
+        shared = {**_retention(rate, tokens, known), **options.parameters}
         policy = _built(functools.partial(compose, options.parts, shared))
         described = {kind: str(getattr(policy, kind)) for kind in PARTS}
         found.append(Variant(COMPOSITION, policy, rate, described, tokens))
     return found
 
 
-def _factory(kind: str, options: PolicyOptions) -> Callable[..., Part]:
-    return factory_of(options.parts[kind].name if kind in options.parts else PARTS[kind], kind)
+def _factories(options: PolicyOptions) -> list[Callable[..., Part]]:
+    """Return what makes the parts of a composition, SnapKV's where none is given."""
+    named = {kind: part.name for kind, part in options.parts.items()}
+    return [factory_of(name, kind) for kind, name in (PARTS | named).items()]
 
 
 def _retentions(
@@ -194,6 +164,17 @@ def _retentions(
     return [(None, None)]
 
 
+def _retention(rate: float | None, tokens: int | None, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that set what to keep; a default TSP rate below ``rate`` is raised."""
+    if tokens is not None:
+        return {"retention_tokens": tokens}
+    if rate is None:
+        return {}
+    passed = known.get("tsp_rate")
+    raised = {"tsp_rate": rate} if isinstance(passed, float) and passed < rate <= 1.0 else {}
+    return {"retention_rate": rate, **raised}
+
+
 def _built(build: Callable[[], CachePolicy]) -> CachePolicy:
     try:
         return build()
@@ -203,14 +184,10 @@ def _built(build: Callable[[], CachePolicy]) -> CachePolicy:
 
 def _check_taken(options: PolicyOptions, found: Sequence[Variant]) -> None:
     """Raise ValueError if a given parameter is taken by none of the chosen policies."""
-    known = set[str]()
-    for each in found:
-        if each.name == COMPOSITION:
-            factories = [_factory(kind, options) for kind in PARTS]
-        else:
-            factories = [registered("policy")[each.name]]
-        for factory in factories:
-            known.update(parameters_of(factory))
+    names = dict.fromkeys(each.name for each in found)
+    factories = [registered("policy")[name] for name in names if name != COMPOSITION]
+    factories += _factories(options) if COMPOSITION in names else []
+    known = {name for factory in factories for name in parameters_of(factory)}
     wanted = {name: f"--set {name}" for name in options.parameters}
     wanted |= {"protect": "--protect"} if "protect" in wanted else {}
     wanted |= {"retention_rate": "--rate"} if options.rates else {}
@@ -221,8 +198,7 @@ def _check_taken(options: PolicyOptions, found: Sequence[Variant]) -> None:
         if name not in known
     ]
     if wrong:
-        names = ", ".join(dict.fromkeys(each.name for each in found))
         raise ValueError(
             f"{' and '.join(wrong)} must name a parameter of a chosen policy, got none that takes "
-            f"it among {names}; see kvpolicy policies"
+            f"it among {', '.join(names)}; see kvpolicy policies"
         )

@@ -11,10 +11,7 @@ from kvpolicy.evaluation.extras import MissingExtraError, require
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the ``kvpolicy`` command and return its exit status.
-
-    Args:
-        arguments: What follows the command's name; None for the process's own.
+    """Run the ``kvpolicy`` command with the process's own arguments, or others.
 
     Returns:
         The exit status: 0, 1 where the work cannot be done, 2 where the command line is wrong, 130

@@ -25,20 +25,12 @@ _SUFFIX = ".gguf"
 
 
 def default_model(progress: Progress = silent) -> Path:
-    """Return the folder of the default model; the first call may convert it, in about 20 seconds.
+    """Return the default model's folder, as ``save_pretrained`` writes it.
 
-    Args:
-        progress: Told of a conversion.
-
-    Returns:
-        A folder with weights, configuration and tokenizer, as ``save_pretrained`` writes it. A
-        converted one is in the user's cache (see `cache_folder`), 542 MB of float32: the numbers
-        that the quantised weights stand for have too many digits for bfloat16 and float16.
-
-    Raises:
-        ValueError: The model is neither in the Hub's cache nor installed, or ``gguf`` is missing;
-            the message says what to install.
-        OSError: The converted model cannot be written.
+    The first call may convert it, in about 20 seconds. A converted one is in the user's cache (see
+    `cache_folder`), 542 MB of float32: the numbers that the quantised weights stand for have too
+    many digits for bfloat16 and float16. If it is neither in the Hub's cache nor installed, or
+    ``gguf`` is missing, a ValueError says what to install.
     """
     downloaded = _downloaded()
     if downloaded is not None:
@@ -72,18 +64,10 @@ def cache_folder() -> Path:
 
 
 def convert(file: Path, folder: Path, progress: Progress = silent) -> None:
-    """Convert a model from a GGUF file to a folder of Transformers.
+    """Convert a decoder with its tokenizer from a GGUF file to a folder of Transformers.
 
     The folder appears when it is complete: an interrupted conversion leaves nothing, and of two at
     the same time one is kept.
-
-    Args:
-        file: The GGUF file, with the weights and the tokenizer of a decoder.
-        folder: The folder to make.
-        progress: Told of the three steps.
-
-    Raises:
-        OSError: The folder cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))

@@ -10,18 +10,7 @@ class MissingExtraError(ImportError):
 
 
 def require(package: str, *, extra: str) -> None:
-    """Check that a package of an optional extra is installed.
-
-    Args:
-        package: Its import name.
-        extra: The extra of kvpolicy that brings it.
-
-    Raises:
-        MissingExtraError: It is not.
-
-    Example:
-        >>> require("torch", extra="none: torch always comes with kvpolicy")
-    """
+    """Raise `MissingExtraError` if a package, by its import name, is not installed."""
     try:
         found = importlib.util.find_spec(package) is not None
     except ValueError:  # a module that was put into sys.modules by hand has no spec

@@ -14,10 +14,6 @@ _NORMAL_95 = 1.959964
 def share_interval(share: float, count: int) -> tuple[float, float]:
     """Return the 95% Wilson interval of a fraction, which also holds near 0 and 1.
 
-    Args:
-        share: Of the samples, in [0, 1].
-        count: Samples, at least 1.
-
     Example:
         >>> [round(bound, 3) for bound in share_interval(0.96, 100)]
         [0.902, 0.984]
@@ -29,16 +25,9 @@ def share_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def median_interval(values: Sequence[float], coverage: float) -> tuple[float, float] | None:
-    """Return an interval of a median: two of the values, equally far from both ends in rank.
+    """Return the narrowest interval of a median with at least a coverage, None if there is none.
 
-    It asks for no distribution.
-
-    Args:
-        values: Samples.
-        coverage: The confidence that it has at least, below 1.
-
-    Returns:
-        The narrowest such pair; None where no two of the values reach the confidence.
+    It is two of the values, equally far from both ends in rank, which asks for no distribution.
 
     Example:
         >>> median_interval([1.0, 9.0, 2.0, 4.0, 3.0], 0.9), median_interval([1.0, 9.0], 0.9)
@@ -56,42 +45,21 @@ def median_interval(values: Sequence[float], coverage: float) -> tuple[float, fl
 
 @attrs.frozen
 class Difference:
-    """The mean difference of a method's scores from full context's, with its 95% interval.
-
-    Args:
-        mean: Of the method's score less full context's, over the prompts.
-        low: Lower end of the interval.
-        high: Upper end.
-    """
+    """The mean of a method's scores less full context's, with the ends of its 95% interval."""
 
     mean: float
     low: float
     high: float
 
-    @property
-    def clear(self) -> bool:
-        """True if the interval does not contain 0, so that the methods differ."""
-        return self.low > 0 or self.high < 0
 
-
-def paired_difference(
-    scores: Sequence[float], baseline: Sequence[float], *, scale: float = 1.0
-) -> Difference:
+def paired_difference(scores: Sequence[float], baseline: Sequence[float]) -> Difference:
     """Return two methods' mean score difference on the same prompts, with its 95% interval.
 
     The interval is the normal one of the differences ``scores - baseline`` and of two more, one of
-    ``+scale`` and one of ``-scale`` (Bonett and Price, 2012, for scores of 0 and 1), cut to what
-    differences can be. So it has a width where all prompts that were asked agree, which the normal
-    interval and the bootstrap have not: ten prompts without a difference do not show that there is
-    none. Nothing is drawn at random.
-
-    Args:
-        scores: Of the method, at least one.
-        baseline: Of full context on the same prompts, in the same order.
-        scale: The largest score that there can be; the least is 0.
-
-    Raises:
-        ValueError: There are none, or not as many of the one as of the other.
+    1 and one of -1 (Bonett and Price, 2012, for scores of 0 and 1), cut to what differences of
+    scores in [0, 1] can be. So it has a width where all prompts that were asked agree, which the
+    normal interval and the bootstrap have not: ten prompts without a difference do not show that
+    there is none. Nothing is drawn at random.
 
     Example:
         >>> found = paired_difference([1, 0, 0, 1], [1, 1, 1, 1])
@@ -104,8 +72,8 @@ def paired_difference(
             f"{len(scores)} and {len(baseline)}"
         )
     differences = [own - full for own, full in zip(scores, baseline, strict=True)]
-    extended = [*differences, scale, -scale]
+    extended = [*differences, 1.0, -1.0]
     middle = fmean(extended)
     variance = fmean((each - middle) ** 2 for each in extended)
     half = _NORMAL_95 * math.sqrt(variance / len(extended))
-    return Difference(fmean(differences), max(middle - half, -scale), min(middle + half, scale))
+    return Difference(fmean(differences), max(middle - half, -1.0), min(middle + half, 1.0))

@@ -11,19 +11,11 @@ _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 
 
 def check_model_name(name: str) -> str:
-    """Check a model's name as far as is possible without a network.
+    """Return what Transformers loads a model by, after what can be checked without a network.
 
     A name such as ``models/llama`` could be a folder or the Hub's. If there is a folder ``models``
-    here, it counts as a folder, unless the Hub's model of that name was downloaded before.
-
-    Args:
-        name: As for `kvpolicy.evaluation.load`.
-
-    Returns:
-        What Transformers loads it by: a folder without ``~``, or the name.
-
-    Raises:
-        ValueError: It is a path, and no folder of a model.
+    here, it counts as a folder, unless the Hub's model of that name was downloaded before. A path
+    that is no folder of a model is a ValueError.
     """
     path = Path(name).expanduser()
     if path.is_dir():

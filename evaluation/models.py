@@ -24,13 +24,7 @@ _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError)
 
 @attrs.frozen(eq=False)
 class Loaded:
-    """A loaded model in evaluation mode, with its tokenizer.
-
-    Args:
-        name: What it was asked for as.
-        model: The model.
-        tokenizer: Its tokenizer.
-    """
+    """A model in evaluation mode, with its tokenizer, and the name that it was asked for by."""
 
     name: str
     model: PreTrainedModel
@@ -52,8 +46,7 @@ def load(
     """Load a model and its tokenizer.
 
     Args:
-        name: A folder, or a name on the Hugging Face Hub; None for the model that is measured by
-            default, see `kvpolicy.evaluation.default_model.default_model`.
+        name: A folder, or a name on the Hugging Face Hub; None for `default_model`.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; ``"auto"`` for the checkpoint's own.
         device: As torch names it: ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
         progress: Told of a default model that is converted.
@@ -87,13 +80,10 @@ def _from_pretrained(name: str, dtype: torch.dtype | str, device: torch.device) 
         auto = AutoModelForCausalLM if known else AutoModelForImageTextToText
         model = auto.from_pretrained(place, dtype=dtype)
     except _LOADING_ERRORS as error:
-        raise _not_loaded(name, error) from error
+        where = name if Path(name).is_dir() else f"{name} is no folder here, and from the Hub it"
+        said = " ".join(str(error).split())
+        raise ValueError(f"model {where} could not be loaded: {said}") from error
     return Loaded(name, model.to(device).eval(), tokenizer)
-
-
-def _not_loaded(name: str, error: Exception) -> ValueError:
-    where = name if Path(name).is_dir() else f"{name} is no folder here, and from the Hub it"
-    return ValueError(f"model {where} could not be loaded: {' '.join(str(error).split())}")
 
 
 def _check_device(device: str) -> torch.device:

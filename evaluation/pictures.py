@@ -23,31 +23,15 @@ _TEXT = 9
 
 @attrs.frozen
 class Cell:
-    """A coloured cell of a grid plot, with the number written on it.
-
-    Args:
-        column: Where it begins, from 0.
-        text: The text on it.
-        value: The value that its colour shows.
-        span: Columns that it covers.
-    """
+    """A coloured cell of a grid plot: its column, from 0, its text, and the value of its colour."""
 
     column: int
     text: str
     value: float
-    span: int = 1
 
 
 def new_figure(width: float, rows: int) -> Figure:
-    """Make a matplotlib figure tall enough for a number of rows, without pyplot.
-
-    Args:
-        width: Inches.
-        rows: Of the tables on it, side by side.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Make a matplotlib figure, tall enough for so many rows, without pyplot; width in inches."""
     require("matplotlib", extra="plot")
     from matplotlib.figure import Figure
 
@@ -70,15 +54,7 @@ def draw_grid(
     rows: Sequence[Sequence[Cell]],
     colour: Callable[[float], Colour],
 ) -> None:
-    """Draw a grid of coloured cells on matplotlib axes; missing cells stay empty.
-
-    Args:
-        axes: Prepared by `row_axis`, or sharing the rows of one that is.
-        title: Above the columns' names.
-        columns: Their names.
-        rows: The cells of each row.
-        colour: Of a cell's value.
-    """
+    """Draw rows of coloured cells on axes of `row_axis`; missing cells stay empty."""
     from matplotlib.patches import Rectangle
 
     axes.set_title(title, fontsize=_TEXT + 1, pad=8)
@@ -92,11 +68,10 @@ def draw_grid(
     for index, cells in enumerate(rows):
         for cell in cells:
             look = colour(cell.value)
-            place, size = (cell.column + 0.02, index + 0.04), (cell.span - 0.04, 0.92)
+            place, size = (cell.column + 0.02, index + 0.04), (0.96, 0.92)
             axes.add_patch(Rectangle(place, *size, facecolor=look, linewidth=0))
-            middle = cell.column + cell.span / 2
             style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": _TEXT}
-            axes.text(middle, index + 0.5, cell.text, color=_ink(look), **style)
+            axes.text(cell.column + 0.5, index + 0.5, cell.text, color=_ink(look), **style)
 
 
 def accuracy_colour() -> Callable[[float], Colour]:

@@ -32,10 +32,6 @@ class PolicyOptions:
         parts: Of a composition, by kind, such as ``"scorer"``.
         decoding_tokens: Tokens that a layer keeps while an answer is decoded; None for all.
         decoding_every: Decoded tokens between two evictions; None for the policy's own.
-
-    Raises:
-        ValueError: Rates and numbers of tokens are both given, a parameter has an option of its
-            own, an interval is given without a bound, or a name is known to be wrong.
     """
 
     names: tuple[str, ...] = ()
@@ -75,20 +71,10 @@ class PolicyOptions:
         decoding_every: int | None = None,
         **parts: str | None,
     ) -> PolicyOptions:
-        """Return what the texts and numbers of a command line say.
+        """Return what the texts and numbers of a command line say; see `PolicyOptions`.
 
-        Args:
-            policy: Names, which commas may separate.
-            rate: See `PolicyOptions`.
-            retention_tokens: See `PolicyOptions`.
-            protect: First tokens that are always kept.
-            assignments: ``"name=value"``.
-            decoding_tokens: See `PolicyOptions`.
-            decoding_every: See `PolicyOptions`.
-            parts: By kind, ``"name"`` or ``"name:parameter=value,..."``.
-
-        Raises:
-            ValueError: A text is wrong; else see `PolicyOptions`.
+        Commas may separate ``policy``; ``assignments`` are ``"name=value"``; ``parts`` are by kind
+        ``"name"`` or ``"name:parameter=value,..."``.
         """
         parameters = parse_assignments(assignments or (), "--set")
         for name, option in OWN_OPTIONS.items():
@@ -113,13 +99,6 @@ class PolicyOptions:
 
 def split_names(names: Iterable[str], option: str) -> tuple[str, ...]:
     """Split command-line names that may be repeated or comma-separated; return each once.
-
-    Args:
-        names: As the command line has them.
-        option: Whose they are, for messages.
-
-    Raises:
-        ValueError: One is empty.
 
     Example:
         >>> split_names(["snapkv, fastkv", "h2o"], "--policy")

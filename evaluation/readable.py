@@ -1,11 +1,12 @@
-"""Check that a model can read a prompt: words it knows, and enough positions."""
+"""Encode prompts, and check that a model can read them: words it knows, and enough positions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -17,17 +18,10 @@ _ROWS_BEFORE = 2
 
 
 def check_known(tokenizer: Any, ids: Sequence[int], what: str) -> None:
-    """Raise ValueError if a tokenizer turns a text into nothing or only unknown words.
+    """Raise ValueError if a tokenizer turned a text into nothing or only unknown words.
 
     A model's folder without a tokenizer is read like that: some classes then make an empty one.
-
-    Args:
-        tokenizer: A tokenizer of Transformers.
-        ids: What it made of the text; special tokens among them count as unknown.
-        what: The text, for messages.
-
-    Raises:
-        ValueError: It knows no token of it.
+    Special tokens count as unknown.
     """
     if not set(ids) <= set(tokenizer.all_special_ids):
         return
@@ -40,17 +34,9 @@ def check_known(tokenizer: Any, ids: Sequence[int], what: str) -> None:
 
 
 def check_whole(tokenizer: Any, ids: Sequence[int], what: str) -> None:
-    """Raise ValueError if a text contains words unknown to a tokenizer.
+    """Raise ValueError if a text contains words unknown to a tokenizer, or none.
 
     Unknown words have no text: an answer with one would count as right where it is left out.
-
-    Args:
-        tokenizer: A tokenizer of Transformers.
-        ids: What it made of the text.
-        what: The text, for messages.
-
-    Raises:
-        ValueError: A word is unknown, or there is none.
     """
     check_known(tokenizer, ids, what)
     if tokenizer.unk_token_id in ids:
@@ -66,6 +52,29 @@ def positions_of(model: PreTrainedModel) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
+def reads_chat(loaded: Loaded, chat: bool | None) -> bool:
+    """True if a prompt is a user's turn of a chat; None asks for it if there is a template."""
+    template = getattr(loaded.tokenizer, "chat_template", None)
+    if chat and not template:
+        raise ValueError(
+            f"--chat needs a chat template, but the tokenizer of {loaded.name} has none"
+        )
+    return bool(template) if chat is None else chat
+
+
+def encode_prompt(loaded: Loaded, text: str, *, chat: bool | None = None) -> Tensor:
+    """Encode a prompt as token ids, int64 ``[1, prompt_len]``; for ``chat`` see `reads_chat`."""
+    as_chat = reads_chat(loaded, chat)
+    ids = loaded.tokenizer(text)["input_ids"]
+    check_known(loaded.tokenizer, ids, "prompt")
+    if as_chat:
+        turns = [{"role": "user", "content": text}]
+        ids = loaded.tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+    return torch.tensor([ids], device=loaded.model.device)
+
+
 def check_positions(
     loaded: Loaded,
     prompt_len: int,
@@ -77,17 +86,8 @@ def check_positions(
 ) -> None:
     """Raise ValueError if prompt and answer are longer than the model's positions.
 
-    Args:
-        loaded: The model.
-        prompt_len: Tokens of the prompt.
-        answer_len: Tokens of its answer, at most.
-        beyond: Whether to read it all the same (``--beyond-positions``).
-        what: The prompt, for messages.
-        remedy: What to give in its place, for messages.
-
-    Raises:
-        ValueError: It is longer and ``beyond`` is False, or the model has an embedding for each
-            position, and none beyond.
+    With ``beyond`` (``--beyond-positions``), only if the model has an embedding for each position.
+    ``what`` is the prompt in messages, and ``remedy`` what to give in its place.
     """
     limit = positions_of(loaded.model)
     if limit is None or prompt_len + answer_len <= limit:

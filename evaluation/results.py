@@ -41,15 +41,7 @@ def default_threads() -> int:
 
 
 def check_threads(threads: int) -> int:
-    """Check a number of threads against the machine's processors.
-
-    Returns:
-        The number.
-
-    Raises:
-        TypeError: It is not an int.
-        ValueError: It is below 1, or above the machine's processors.
-    """
+    """Return a number of threads; ValueError if it is below 1 or above the machine's processors."""
     most = os.cpu_count() or 1
     if check_count("threads", threads, minimum=1) > most:
         raise ValueError(f"threads must be at most the machine's {most} processors, got {threads}")
@@ -57,11 +49,7 @@ def check_threads(threads: int) -> int:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return the software versions and the machine of a measurement, as a dict for JSON.
-
-    Args:
-        device: The model's device.
-    """
+    """Return the software versions and the machine of a measurement, as a dict for JSON."""
     import torch
 
     found: dict[str, Any] = {
@@ -85,16 +73,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def check_folder(folder: Path, files: Sequence[str] = ()) -> None:
-    """Check, before work begins, that result files can be written to a folder.
-
-    Args:
-        folder: Where to.
-        files: Names of the results.
-
-    Raises:
-        ValueError: It is a file, or lies in one, or cannot be written to; or a folder has the name
-            of a result.
-    """
+    """Raise ValueError, before work begins, unless result files can be written to a folder."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"out must be a folder, got {folder}, but {existing} is a file")
@@ -108,15 +87,7 @@ def check_folder(folder: Path, files: Sequence[str] = ()) -> None:
 
 
 def check_file(option: str, file: Path) -> None:
-    """Check, before work begins, that a result file can be written.
-
-    Args:
-        option: Whose it is, for messages.
-        file: The file.
-
-    Raises:
-        ValueError: It is a folder, its folder is a file, or that cannot be written to.
-    """
+    """Raise ValueError, before work begins, unless a result file can be written."""
     if file.is_dir():
         raise ValueError(f"{option} must be a file, got the folder {file}")
     existing = next(path for path in file.absolute().parents if path.exists())
@@ -128,11 +99,7 @@ def check_file(option: str, file: Path) -> None:
 
 
 def _try_to_write(option: str, existing: Path, wanted: Path) -> None:
-    """Write and remove a test file in a folder, to find out whether it is writable.
-
-    Raises:
-        ValueError: It cannot be done, as on a read-only disk or in /proc.
-    """
+    """Write and remove a test file; ValueError if that fails, as on a read-only disk."""
     try:
         with tempfile.TemporaryDirectory(dir=existing, prefix=".trying-") as temporary:
             (Path(temporary) / "file").write_bytes(b"written")
@@ -150,12 +117,7 @@ def as_json(data: Mapping[str, Any]) -> bytes:
 
 
 def write_all(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write result files into a folder, all or none; make the folder if needed.
-
-    Args:
-        folder: Where to.
-        files: Their contents by name; files of these names are replaced.
-    """
+    """Write result files into a folder, all or none; replace those of their names."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as temporary:
         for name, content in files.items():

@@ -40,14 +40,12 @@ class Outcome:
         kind: The question's kind.
         text: The generated answer; empty if none was asked for.
         score: Of the generated answer, in [0, 1]; None if none was asked for.
-        log_prob: Natural logarithm of the probability of the right answer, all its tokens together.
-        answer_len: Tokens of the right answer.
+        log_prob: Natural logarithm of the right answer's probability, all ``answer_len`` tokens.
         divergence: Kullback-Leibler divergence of the distribution of the next token from full
             context's, in nats, mean over the right answer's tokens.
         seen: Tokens that were read under the policy.
         kept: Tokens that a layer held afterwards, mean over layers and KV heads.
-        held_bytes: Bytes of their keys and values.
-        full_bytes: Bytes that full context holds.
+        held_bytes: Bytes of their keys and values; full context holds ``full_bytes``.
     """
 
     policy: str
@@ -80,15 +78,14 @@ def outcomes(
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
         tokenizer: Its tokenizer.
-        asked: The questions, at least one.
+        asked: The questions, at least one, that fit into the model's positions.
         policies: By name; None is full context, which is measured also if it is not among them.
         later: False: a policy reads document and question, and knows the question when it chooses.
             True: it reads the document, and the question is appended to what it kept.
         progress: Told of every policy and question.
 
     Raises:
-        ValueError: There are no questions, one does not fit into the model's positions, or a policy
-            cannot be applied to the model.
+        ValueError: The questions are wrong, or a policy cannot be applied to the model.
     """
     check_fits(model, asked)
     full = next((name for name, policy in policies.items() if policy is None), FULL)
@@ -138,11 +135,8 @@ def outcomes(
 def _groups(caches: ReadTogether, answer_len: int) -> list[list[str]]:
     """Return the names of caches whose answers are decoded as rows of one batch.
 
-    The first, full context, is alone: to its length all others would be padded.
-
-    Args:
-        caches: The caches, by name.
-        answer_len: Tokens of the right answer, whose logits limit a batch.
+    The first, full context, is alone: to its length all others would be padded. The logits of the
+    right answer's tokens limit a batch.
     """
     first, *others = caches
     most = max(_LOGITS // (answer_len * caches.logits[first].shape[-1]), 1)
@@ -152,14 +146,10 @@ def _groups(caches: ReadTogether, answer_len: int) -> list[list[str]]:
 
 
 def divergence(reference: Tensor, rows: Tensor) -> float:
-    """Return the mean Kullback-Leibler divergence of distributions from others, in nats.
+    """Return the mean over the rows of ``sum(p * (log p - log q))``, in nats.
 
-    ``mean over rows of sum over the vocabulary of p (log p - log q)``, with ``log p`` in
-    ``reference`` and ``log q`` in ``rows``.
-
-    Args:
-        reference: ``[tokens, vocabulary]`` logarithms of probabilities, float32.
-        rows: The same of what is compared.
+    It is the Kullback-Leibler divergence of what is compared, ``log q`` in ``rows``, from ``log p``
+    in ``reference``: both ``[tokens, vocabulary]``, float32.
 
     Example:
         >>> p, q = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.25, 0.75]])
@@ -177,30 +167,18 @@ def divergence(reference: Tensor, rows: Tensor) -> float:
 def append(
     model: PreTrainedModel, cache: Cache, ids: Sequence[Sequence[int]], *, last: bool = False
 ) -> Tensor:
-    """Read ids into a cache and return the logits of all, or of the last token of each row.
+    """Read ids into a cache; return the logits ``[batch, len, vocabulary]``, float32.
 
-    A policy chooses in the first call; later ones append.
-
-    Args:
-        model: A decoder-only model of Transformers, in evaluation mode.
-        cache: Ours, or one of Transformers.
-        ids: ``[batch, len]`` token ids, at least one a row.
-        last: Whether only the last token's logits are needed.
-
-    Returns:
-        ``[batch, len, vocabulary]`` float32.
+    A policy chooses in the first call; later ones append. If only the ``last`` token's logits are
+    needed, ``len`` is 1 for models that can leave out the others.
     """
     tokens = torch.tensor(ids, device=model.device)
-    keep = {"logits_to_keep": 1} if last and _keeps(model) else {}
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+    keep = {"logits_to_keep": 1} if last and keeps else {}
     attached = cache.attached(model) if isinstance(cache, PolicyCache) else nullcontext()
     with torch.no_grad(), attached:
         logits: Tensor = model(tokens, **{CACHE: cache}, **keep).logits
     return logits.float()
-
-
-def _keeps(model: PreTrainedModel) -> bool:
-    """True if a model can leave out the logits of all tokens but the last."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def _answers(
@@ -208,16 +186,9 @@ def _answers(
 ) -> tuple[Tensor, list[str]]:
     """Return the probabilities of the right answer's tokens, and the greedy answers.
 
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        cache: What comes before the answer, in one row or more.
-        logits: ``[batch, vocabulary]`` for the answer's first token.
-        asked: The question.
-
-    Returns:
-        ``[batch, answer_len, vocabulary]`` logarithms of probabilities, float32; and a text for
-        each row.
+    The cache holds what comes before the answer, in one row or more; ``logits``, ``[batch,
+    vocabulary]``, are of the answer's first token. The probabilities are logarithms ``[batch,
+    answer_len, vocabulary]``, float32; the answers are texts, one for each row.
     """
     right, answered, rows = asked.answer_ids, copy.copy(cache), logits[:, None]
     if len(right) > 1:
@@ -243,12 +214,8 @@ def _texts(
 ) -> list[str]:
     """Return greedy answers, up to an end token, a line's end, or the most tokens allowed.
 
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        cache: What comes before the answer, and all tokens that are known but the last.
-        known: ``[batch, known]``, the answers' first tokens, at least one.
-        asked: The question.
+    ``known``, ``[batch, known]``, are the answers' first tokens, at least one; the cache holds what
+    comes before the answer, and all of them but the last.
     """
     ends, ids, texts = _ends(model, tokenizer), known.tolist(), [""] * len(known)
     going = rows = list(range(len(known)))  # whose answers go on; that the cache holds

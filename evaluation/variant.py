@@ -1,15 +1,16 @@
-"""Build the policies that a comparison runs, from registered names and retention rates."""
+"""Define a variant, a policy with how it was built, and say by its name why it is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
 
-from kvpolicy.evaluation.refusals import naming
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import build_policy, factory_of, name_of, parameters_of, registered
+from kvpolicy.registry import build_policy, parameters_of, registered
 
 
 @attrs.frozen
@@ -17,7 +18,7 @@ class Variant:
     """A policy to compare or run, with its name and the arguments it was built from.
 
     Args:
-        name: Its name, such as ``"fastkv"``.
+        name: Such as ``"fastkv"``.
         policy: The policy.
         retention_rate: The retention rate it was given; None for a policy that takes none.
         parameters: All that it was built with beyond its defaults.
@@ -49,11 +50,7 @@ class Variant:
         }
 
     def at_layers(self, layers: Sequence[int]) -> list[Variant]:
-        """Return the policy with its drop at each of some layers; itself if it has no such layer.
-
-        Raises:
-            ValueError: The policy refuses a layer.
-        """
+        """Return the policy with its drop at each of some layers; itself if it has none."""
         factory = registered("policy").get(self.name)  # none of a composition
         if factory is None or "tsp_layer" not in parameters_of(factory):
             return [self]
@@ -65,72 +62,46 @@ class Variant:
         return found
 
     def check_model(self, num_layers: int) -> None:
-        """Check that the policy's layers exist in a model, see `CachePolicy.check_model`.
-
-        Raises:
-            ValueError: The policy does not fit the model; the message begins with its label.
-        """
+        """Check that the policy's layers exist in a model; a ValueError begins with its label."""
         with naming(self.label):
             self.policy.check_model(num_layers)
 
 
-def leaves_layer_open(known: Mapping[str, Any]) -> bool:
-    """True if a policy's ``tsp_layer`` is None by default, and so depends on the model.
-
-    Args:
-        known: The policy's parameters and their defaults.
-    """
-    return known.get("tsp_layer", 0) is None
-
-
-def retention(rate: float | None, tokens: int | None, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return policy arguments that set how many tokens to keep, by a rate or a token count.
-
-    A default TSP rate below ``rate`` is raised to it.
-
-    Args:
-        rate: Fraction of the context to keep; None for the policy's own.
-        tokens: Tokens to keep, in place of a rate.
-        known: The policy's parameters and their defaults.
-    """
-    if tokens is not None:
-        return {"retention_tokens": tokens}
-    if rate is None:
-        return {}
-    passed = known.get("tsp_rate")
-    raised = {"tsp_rate": rate} if isinstance(passed, float) and passed < rate <= 1.0 else {}
-    return {"retention_rate": rate, **raised}
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Put a policy's name before the message of a ValueError that a ``with`` block raises."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
-def variants(
-    names: Sequence[str] | None,
-    rates: Sequence[float],
-    *,
-    tsp_layer: int | None = None,
-) -> list[Variant]:
-    """Build registered policies at every retention rate; policies without a rate only once.
+def in_users_words(reason: str, policy: CachePolicy | None, name: str) -> str:
+    """Return the reason for a refusal with a policy's name in place of its classes.
 
-    A policy that drops tokens in prefill cannot keep more of them than it passes on: where the
-    retention rate is above its default TSP rate, the TSP rate is raised to it.
-
-    Args:
-        names: Of registered policies, see `kvpolicy.registry.name_of`; None for all.
-        rates: Fractions of the context to keep, in (0, 1].
-        tsp_layer: For the policies whose own default is no fixed layer; None for their default.
-
-    Raises:
-        ValueError: A name is unknown or a value out of its range.
+    Errors write policies and their parts as Python does. A command line has named them otherwise.
+    The policy is None if it could not be built.
 
     Example:
-        >>> [variant.label for variant in variants(["full_context", "fastkv"], [0.1, 0.2])]
-        ['full_context', 'fastkv 0.1', 'fastkv 0.2']
+        >>> from kvpolicy.policies import SnapKV
+        >>> in_users_words("layers [1, 2] of SnapKV(retention_rate=0.1)", SnapKV(), "snapkv 0.1")
+        'layers 1, 2 of snapkv 0.1'
     """
-    chosen = []
-    for name in dict.fromkeys(name_of(name) for name in (names or registered("policy"))):
-        known = parameters_of(factory_of(name))
-        for rate in dict.fromkeys(rates) if "retention_rate" in known else [None]:
-            parameters = retention(rate, None, known)
-            if tsp_layer is not None and leaves_layer_open(known):
-                parameters["tsp_layer"] = tsp_layer
-            chosen.append(Variant(name, build_policy(name, **parameters), rate, parameters))
-    return chosen
+    said = re.sub(r"\[(\d+(?:, \d+)*)\]", r"\1", _without_arguments(reason))
+    if policy is not None:
+        for part in (policy, policy.scorer, policy.selector, policy.propagation):
+            said = re.sub(rf"\b{type(part).__name__}\b", lambda _: name, said)
+    return " ".join(said.split())
+
+
+def _without_arguments(text: str) -> str:
+    """Remove the parenthesised arguments after a class name."""
+    written, depth = "", 0
+    for character in text:
+        if character == "(" and (depth or re.search(r"\b[A-Z]\w*$", written)):
+            depth += 1
+        if not depth:
+            written += character
+        if character == ")" and depth:
+            depth -= 1
+    return written

@@ -36,13 +36,7 @@ class Overlap:
     pairs: tuple[tuple[float, ...], ...]
 
     def by_distance(self) -> dict[str, tuple[float, ...]]:
-        """Return the mean overlap of layers that are 0, 1, 2, ... apart: of all, and in each half.
-
-        Example:
-            >>> pairs = ((1.0, 0.5, 0.25), (0.5, 1.0, 0.75), (0.25, 0.75, 1.0))
-            >>> Overlap(4, (0, 1, 2), pairs).by_distance()
-            {'all layers': (1.0, 0.625, 0.25)}
-        """
+        """Return the mean overlap of layers 0, 1, 2, ... apart: of all, and in each half."""
         count, half = len(self.pairs), len(self.pairs) // 2
         parts = {"all layers": range(count)}
         if count >= 4:  # the second half begins after the default TSP layer

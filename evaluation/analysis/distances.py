@@ -59,8 +59,8 @@ class OutputDistances:
         layers: The layers at which tokens are dropped, ascending.
         lengths: Tokens of each prompt.
         norms: ``|h_full|`` of each prompt.
-        propagated: ``propagated[i][p]``: for token-selective propagation after layer ``layers[i]``
-            and prompt ``p``.
+        propagated: ``propagated[i][p]``: for token-selective propagation after layer
+            ``layers[i]`` and prompt ``p``.
         restarted: The same for a restart on as many tokens chosen there; empty if not measured.
     """
 

@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import Annotated, Any
 
 from kvpolicy.checks import check_rate
-from kvpolicy.evaluation.commands import measured, shared
-from kvpolicy.evaluation.commands.shared import Option
+from kvpolicy.evaluation.commands import shared
+from kvpolicy.evaluation.commands.shared import option
 
 FILES = ("analyze.json", "analyze.png")
 
@@ -17,42 +17,42 @@ def analyze(
     *,
     prompt_file: Annotated[
         list[Path] | None,
-        Option(
-            metavar="FILE",
-            help="File with one prompt as UTF-8 text, or - for standard input, instead of --task; "
+        option(
+            "FILE",
+            "File with one prompt as UTF-8 text, or - for standard input, instead of --task; "
             "repeatable.",
         ),
     ] = None,
-    task: measured.Task = "needles",
-    context: measured.Context = 1000,
-    count: measured.Count = 4,
-    seed: measured.Seed = 0,
+    task: shared.Task = "needles",
+    context: shared.Context = 1000,
+    count: shared.Count = 4,
+    seed: shared.Seed = 0,
     chat: shared.Chat = None,
     k: Annotated[
         int,
-        Option(
+        option(
+            "N",
+            "Number of most attended tokens that are compared between layers.",
             *("--top-k", "-k"),
             min=1,
-            metavar="N",
-            help="Number of most attended tokens that are compared between layers.",
         ),
     ] = 64,
     window_size: Annotated[
-        int, Option(min=1, metavar="N", help="Number of last tokens whose attention is measured.")
+        int, option("N", "Number of last tokens whose attention is shared.", min=1)
     ] = 8,
-    tsp_rate: measured.TspRate = 0.2,
+    tsp_rate: shared.TspRate = 0.2,
     model: shared.ModelName = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "cpu",
     beyond_positions: shared.BeyondPositions = False,
     threads: shared.Threads = None,
-    out: measured.Out = None,
+    out: shared.Out = None,
 ) -> None:
     """Show which tokens each layer attends to, and how dropping the others changes the output."""
-    from kvpolicy.evaluation.text_files import read_prompt
+    from kvpolicy.evaluation.texts import read_prompt
 
     check_rate("tsp_rate", tsp_rate)
-    threads = measured.check_before(out, FILES, threads, task)
+    threads = shared.check_before(out, FILES, threads, task)
     texts = [read_prompt(path) for path in prompt_file or ()]
 
     import torch
@@ -61,14 +61,13 @@ def analyze(
     from kvpolicy.evaluation.analysis.distances import output_distances
     from kvpolicy.evaluation.analysis.prefill import check_prompts
     from kvpolicy.evaluation.commands import terminal
-    from kvpolicy.evaluation.prompt_tokens import encode_prompt
-    from kvpolicy.evaluation.readable import check_positions, positions_notes
+    from kvpolicy.evaluation.readable import check_positions, encode_prompt, positions_notes
 
     torch.set_num_threads(threads)
     loaded = terminal.load_shown(model, dtype=dtype, device=device)
     net = loaded.model
     inputs = [encode_prompt(loaded, text, chat=chat) for text in texts]
-    inputs = inputs or measured.prompts_of(loaded, task, context, count, seed)
+    inputs = inputs or shared.prompts_of(loaded, task, context, count, seed)
     prompts = check_prompts(net, inputs, window_size)
     lengths = [prompt.shape[1] for prompt in prompts]
     check_positions(loaded, max(lengths), beyond=beyond_positions, remedy="shorter prompts")
@@ -102,7 +101,7 @@ def analyze(
         f"\noverlap: % of the {k:,} most attended tokens that a layer and the next have in common "
         f"({100 * chance:.1f} by chance). top: % of a layer's attention that its top tokens get. "
         f"Attention is that of the last {window_size} tokens, averaged over heads and "
-        f"{measured.described(prompts)}. propagation, restart: ||h_full - h|| / ||h_full|| of the "
+        f"{shared.described(prompts)}. propagation, restart: ||h_full - h|| / ||h_full|| of the "
         f"last token's final hidden state, if {100 * tsp_rate:g}% of the tokens go on after the "
         "layer, or if the prefill restarts on as many.",
         style="dim",
@@ -121,10 +120,11 @@ def analyze(
         from kvpolicy.evaluation.analysis.plots import plot_analysis
 
         data: dict[str, Any] = {
+            **{"model": loaded.name, "dtype": loaded.dtype},
             **({"prompt_files": [*map(str, prompt_file)]} if prompt_file else {"task": task}),
             **{"seed": seed, "prompt_tokens": lengths, "window_size": window_size},
             "overlap": {**attrs.asdict(overlap), "chance": chance} | overlap.by_distance(),
             **{"recall": recall, "distances": attrs.asdict(distances)},
         }
         shown = plot_analysis(overlap, chance, recall, distances)
-        measured.write(out, FILES, loaded, data, shown)
+        shared.write(out, FILES, loaded, data, shown)

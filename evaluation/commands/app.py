@@ -84,11 +84,7 @@ def _options(
 
 
 def _unknown_options(error: Exception, arguments: Sequence[str]) -> str | None:
-    """Describe all unknown options of a command line; click stops at the first one.
-
-    Returns:
-        None if the error is of another kind.
-    """
+    """Describe all unknown options; click stops at the first. None if the error is another."""
     first, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if type(error).__name__ != "NoSuchOption" or first is None or context is None:
         return None
@@ -105,11 +101,7 @@ def _unknown_options(error: Exception, arguments: Sequence[str]) -> str | None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command-line application; a wrong command line prints one line and returns 2.
-
-    Raises:
-        KeyboardInterrupt: The user has stopped it.
-    """
+    """Run a command line; a wrong one prints one line and returns 2. Ctrl-C is raised."""
     try:
         # Without a command, show the help instead of an error.
         args = list(arguments) or ["--help"]

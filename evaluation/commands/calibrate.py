@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 from kvpolicy.assignments import parse_assignments
-from kvpolicy.evaluation.commands import measured, shared
-from kvpolicy.evaluation.commands.shared import Option
+from kvpolicy.evaluation.commands import shared
+from kvpolicy.evaluation.commands.shared import option
 from kvpolicy.evaluation.defaults import CALIBRATION_SEED_OFFSET, CRITERIA, TOLERANCE
 
 FILES = ("calibrate.json", "calibrate.png")
@@ -16,32 +16,32 @@ DROP = ("window_size", "kernel_size", "protect")
 
 def calibrate(
     *,
-    task: measured.Task = "needles",
-    context: measured.Context = 1000,
-    count: measured.Count = 8,
-    seed: measured.Seed = CALIBRATION_SEED_OFFSET,
-    tsp_rate: measured.TspRate = 0.2,
+    task: shared.Task = "needles",
+    context: shared.Context = 1000,
+    count: shared.Count = 8,
+    seed: shared.Seed = CALIBRATION_SEED_OFFSET,
+    tsp_rate: shared.TspRate = 0.2,
     assignments: Annotated[
         list[str] | None,
-        Option("--set", metavar="NAME=VALUE", help=f"Set {', '.join(DROP)}; repeatable."),
+        option("NAME=VALUE", f"Set {', '.join(DROP)}; repeatable.", "--set"),
     ] = None,
     max_layer: Annotated[
         int | None,
-        Option(min=0, metavar="N", help="Last layer to try; default: FastKV's own layer."),
+        option("N", "Last layer to try; default: FastKV's own layer.", min=0),
     ] = None,
     criterion: Annotated[
-        str, Option(metavar="NAME", help=f"How to choose the layer: {' or '.join(CRITERIA)}.")
+        str, option("NAME", f"How to choose the layer: {' or '.join(CRITERIA)}.")
     ] = CRITERIA[0],
     tolerance: Annotated[
         float,
-        Option(metavar="X", help="With earliest, the largest normalised distance that is close."),
+        option("X", "With earliest, the largest normalised distance that is close."),
     ] = TOLERANCE,
     model: shared.ModelName = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "cpu",
     beyond_positions: shared.BeyondPositions = False,
     threads: shared.Threads = None,
-    out: measured.Out = None,
+    out: shared.Out = None,
 ) -> None:
     """Choose the layer after which FastKV drops tokens, so that the output changes little.
 
@@ -51,7 +51,7 @@ def calibrate(
     for name in drop:
         if name not in DROP:
             raise ValueError(f"--set must name one of {', '.join(DROP)} here, got {name}")
-    threads = measured.check_before(out, FILES, threads, task)
+    threads = shared.check_before(out, FILES, threads, task)
 
     import torch
 
@@ -68,7 +68,7 @@ def calibrate(
         raise ValueError(str(error)) from error
     torch.set_num_threads(threads)
     loaded = terminal.load_shown(model, dtype=dtype, device=device)
-    inputs = measured.prompts_of(loaded, task, context, count, seed)
+    inputs = shared.prompts_of(loaded, task, context, count, seed)
     longest = max(prompt.shape[1] for prompt in inputs)
     check_positions(loaded, longest, beyond=beyond_positions, remedy="shorter prompts")
     settings = {"max_layer": max_layer, "restart": False, **drop}
@@ -82,7 +82,7 @@ def calibrate(
         console.print("{:9}  {:9.1f}  {:8.3g}  {:10.3g}  {:8.3g}".format(at, 100 * rate, *far))
     console.print(
         f"\ndistance: of the last token's final hidden state at TSP rate {tsp_rate:g} from full "
-        f"context's, squared; the mean over {measured.described(inputs)}. normalised: over the "
+        f"context's, squared; the mean over {shared.described(inputs)}. normalised: over the "
         "squared norm of full context's state; worst: of a prompt. prefill: layer-tokens computed, "
         "of a full prefill's.",
         style="dim",
@@ -104,10 +104,11 @@ def calibrate(
         from kvpolicy.evaluation.analysis.plots import plot_calibration
 
         data = {
+            **{"model": loaded.name, "dtype": loaded.dtype},
             **{"task": task, "seed": seed, "prompt_tokens": list(found.lengths)},
             **{"tsp_rate": tsp_rate, "parameters": drop},
             **{"criterion": criterion, "tolerance": tolerance, "tsp_layer": layer},
             "layers": [each._asdict() for each in found.by_layer],
         }
         shown = plot_calibration(found, layer, tolerance if criterion == "earliest" else None)
-        measured.write(out, FILES, loaded, data, shown)
+        shared.write(out, FILES, loaded, data, shown)

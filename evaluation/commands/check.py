@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpolicy.evaluation.commands.shared import Device, Dtype, Option, checked_model
+from kvpolicy.evaluation.commands import shared
+from kvpolicy.evaluation.commands.shared import option
 
 if TYPE_CHECKING:
     from kvpolicy.integrations.transformers.checking import ModelCheck
@@ -19,24 +20,22 @@ def check(
     model: Annotated[
         str | None,
         typer.Argument(
-            callback=checked_model,
+            callback=shared.checked_model,
             metavar="MODEL",
             help="The model: a folder or a Hub name; default: SmolLM2-135M-Instruct.",
         ),
     ] = None,
     context: Annotated[
         int | None,
-        Option(
-            min=1,
-            metavar="N",
-            help="Number of context tokens to check for; default: the model's positions.",
+        option(
+            "N", "Number of context tokens to check for; default: the model's positions.", min=1
         ),
     ] = None,
     self_check: Annotated[
-        bool, Option("--self-check", help="Run the self-check also for a tested type of model.")
+        bool, option(None, "Run the self-check also for a tested type of model.", "--self-check")
     ] = False,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "cpu",
 ) -> None:
     """Show a model's layers, and which policies cannot be applied to it, and why.
 
@@ -97,16 +96,8 @@ def _lines(reasons: dict[str, str | None], context: int) -> list[str]:
 
 
 def refusal(found: ModelCheck, name: str, context: int) -> str | None:
-    """Return a sentence on why a registered policy cannot be used; None if it can.
-
-    Errors write policies and their parts as Python does. Here they are the name that is registered.
-
-    Args:
-        found: What is known of the model.
-        name: The policy's.
-        context: Tokens of the context.
-    """
-    from kvpolicy.evaluation.refusals import in_users_words
+    """Return a sentence on why a registered policy cannot be used; None if it can."""
+    from kvpolicy.evaluation.variant import in_users_words
     from kvpolicy.registry import build
 
     policy: Any = None

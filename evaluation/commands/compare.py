@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from kvpolicy.evaluation.commands import measured
-from kvpolicy.evaluation.commands.shared import (
-    Device,
-    Dtype,
-    ModelName,
-    Option,
-    Threads,
-    with_policies,
-)
+from kvpolicy.evaluation.commands import shared
+from kvpolicy.evaluation.commands.shared import option, with_policies
 from kvpolicy.evaluation.defaults import RATES
 from kvpolicy.evaluation.policy_options import PolicyOptions
 
@@ -43,40 +35,32 @@ FILES = ("compare.json", "compare.png")
 @with_policies
 def compare(
     *,
-    model: ModelName = None,
+    model: shared.ModelName = None,
     task: Annotated[
         list[str] | None,
-        Option(
-            metavar="NAME",
-            help=f"What is asked: {measured.TASKS}; repeatable; default: needles.",
-        ),
+        option("NAME", f"What is asked: {shared.TASKS}; repeatable; default: needles."),
     ] = None,
-    context: measured.Context = 1500,
-    count: measured.Count = 16,
+    context: shared.Context = 1500,
+    count: shared.Count = 16,
     later: Annotated[
         bool,
-        Option("--later", help="Policies read the document before they know the question."),
+        option(None, "Policies read the document before they know the question.", "--later"),
     ] = False,
-    all_policies: Annotated[bool, Option("--all", help="All policies, not only twelve.")] = False,
+    all_policies: Annotated[bool, option(None, "All policies, not only twelve.", "--all")] = False,
     tsp_layers: Annotated[
         str | None,
-        Option(
-            metavar="LAYERS",
-            help="Layers such as 7,14,21: policies that drop tokens get a row for each.",
-        ),
+        option("LAYERS", "Layers such as 7,14,21: policies that drop tokens get a row for each."),
     ] = None,
-    seed: measured.Seed = 0,
+    seed: shared.Seed = 0,
     rounds: Annotated[
         int,
-        Option(min=0, metavar="N", help="Prompts that are timed; fewer than 5 tell no time."),
+        option("N", "Prompts that are timed; fewer than 5 tell no time.", min=0),
     ] = 5,
-    answer_tokens: Annotated[
-        int, Option(min=1, metavar="N", help="Tokens decoded for each of them.")
-    ] = 16,
-    threads: Threads = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    out: measured.Out = None,
+    answer_tokens: Annotated[int, option("N", "Tokens decoded for each of them.", min=1)] = 16,
+    threads: shared.Threads = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "cpu",
+    out: shared.Out = None,
     policies: PolicyOptions,
 ) -> None:
     """Compare policies with full context: right answers, probability, memory and time.
@@ -85,14 +69,16 @@ def compare(
     tokens of real text. --all compares every policy.
     """
     tasks = tuple(dict.fromkeys(task or ("needles",)))
-    threads = measured.check_before(out, FILES, threads, *tasks)
-    layers = _layers(tsp_layers)
+    threads = shared.check_before(out, FILES, threads, *tasks)
+    rule = "--tsp-layers must be numbers separated by commas"
+    layers = () if tsp_layers is None else shared.numbers(tsp_layers, 0, rule)
 
     import attrs
     import torch
 
     from kvpolicy.evaluation.chosen import chosen_variants
     from kvpolicy.evaluation.commands.terminal import load_shown, plain_console, progress_shown
+    from kvpolicy.evaluation.comparison.picture import plot_comparison
     from kvpolicy.evaluation.comparison.study import compare as run_comparison
     from kvpolicy.evaluation.tasks.naming import task_named
 
@@ -128,7 +114,8 @@ def compare(
     def show(found: Comparison) -> None:
         _show(found)
         if out is not None:
-            _write(found, settings, loaded, out)
+            data = {"settings": settings, **found.as_data()}
+            shared.write(out, FILES, loaded, data, plot_comparison(found))
 
     with progress_shown(console) as progress:
         found = run_comparison(
@@ -143,18 +130,6 @@ def compare(
             unfinished=show,
         )
     show(found)
-
-
-def _layers(text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        found = tuple(dict.fromkeys(int(each) for each in text.split(",")))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 0:
-        raise ValueError(f"--tsp-layers must be numbers separated by commas, got {text!r}")
-    return found
 
 
 def _headline(console: Console, loaded: Loaded, threads: int, said: str) -> None:
@@ -187,13 +162,3 @@ def _show(found: Comparison) -> None:
         console.print(line)
     if not found.finished:
         plain_console().print(f"stopped after {found.questions} questions, before the timing")
-
-
-def _write(found: Comparison, settings: dict[str, Any], loaded: Loaded, out: Path) -> None:
-    from kvpolicy.evaluation.commands.terminal import show_written
-    from kvpolicy.evaluation.comparison.picture import plot_comparison
-    from kvpolicy.evaluation.results import as_json, environment, write_all
-
-    data = {"settings": settings, **environment(loaded.model.device), **found.as_data()}
-    write_all(out, dict(zip(FILES, (as_json(data), plot_comparison(found)), strict=True)))
-    show_written(out, FILES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from kvpolicy.evaluation.commands.shared import Json, Option, with_policies
+from kvpolicy.evaluation.commands.shared import Json, option, with_policies
 from kvpolicy.evaluation.defaults import DTYPE_NAMES, RATES
 from kvpolicy.evaluation.estimate.presets import PRESETS
 from kvpolicy.evaluation.policy_options import PolicyOptions
@@ -15,23 +15,18 @@ def estimate(
     *,
     config: Annotated[
         str,
-        Option(
-            metavar="NAME",
-            help=f"The model: {', '.join(PRESETS)}, the Hub name of one of these, a folder with a "
+        option(
+            "NAME",
+            f"The model: {', '.join(PRESETS)}, the Hub name of one of these, a folder with a "
             "config.json, the file itself, or the Hub name of a model in the local cache.",
         ),
     ],
-    context: Annotated[int, Option(min=1, metavar="N", help="Number of tokens in the prompt.")],
+    context: Annotated[int, option("N", "Number of tokens in the prompt.", min=1)],
     dtype: Annotated[
         str,
-        Option(
-            metavar="NAME",
-            help=f"Number format of weights, keys and values: {', '.join(DTYPE_NAMES)}.",
-        ),
+        option("NAME", f"Number format of weights, keys and values: {', '.join(DTYPE_NAMES)}."),
     ] = "bfloat16",
-    answer_tokens: Annotated[
-        int, Option(min=1, metavar="N", help="Number of tokens in the answer.")
-    ] = 1024,
+    answer_tokens: Annotated[int, option("N", "Number of tokens in the answer.", min=1)] = 1024,
     json_file: Json = None,
     policies: PolicyOptions,
 ) -> None:
@@ -50,8 +45,8 @@ def estimate(
     from kvpolicy.evaluation.estimate.cost import estimate_cost
     from kvpolicy.evaluation.estimate.shapes import load_shape
     from kvpolicy.evaluation.models import DTYPES
-    from kvpolicy.evaluation.refusals import naming
     from kvpolicy.evaluation.results import as_json, check_file, write_all
+    from kvpolicy.evaluation.variant import naming
 
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")

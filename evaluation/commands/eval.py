@@ -5,15 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from kvpolicy.evaluation.commands.shared import (
-    BeyondPositions,
-    Device,
-    Dtype,
-    ModelName,
-    Option,
-    Threads,
-    with_policies,
-)
+from kvpolicy.evaluation.commands import shared
+from kvpolicy.evaluation.commands.shared import option, with_policies
 from kvpolicy.evaluation.defaults import FULL_CONTEXT
 from kvpolicy.evaluation.policy_options import PolicyOptions, split_names
 
@@ -26,34 +19,28 @@ def eval(
     *,
     tasks: Annotated[
         list[str],
-        Option(
-            "--tasks", "-t", metavar="NAMES", help="Tasks, groups or tags of lm-evaluation-harness."
-        ),
+        option("NAMES", "Tasks, groups or tags of lm-evaluation-harness.", "--tasks", "-t"),
     ],
     lengths: Annotated[
-        str, Option(metavar="N,N", help="Prompt lengths, for tasks made for one, as in RULER.")
+        str, option("N,N", "Prompt lengths, for tasks made for one, as in RULER.")
     ] = "4096",
-    limit: Annotated[
-        int | None, Option(min=1, metavar="N", help="Documents of each task and length.")
-    ] = None,
+    limit: Annotated[int | None, option("N", "Documents of each task and length.", min=1)] = None,
     later: Annotated[
-        bool, Option("--later", help="Policies choose before they know the question.")
+        bool, option(None, "Policies choose before they know the question.", "--later")
     ] = False,
     include: Annotated[
-        list[Path] | None, Option(metavar="DIR", help="Folder of your own tasks; repeatable.")
+        list[Path] | None, option("DIR", "Folder of your own tasks; repeatable.")
     ] = None,
     chat: Annotated[
-        bool, Option("--chat/--no-chat", help="Each prompt is the user's turn of a chat.")
+        bool, option(None, "Each prompt is the user's turn of a chat.", "--chat/--no-chat")
     ] = False,
-    batch_size: Annotated[int, Option(min=1, metavar="N", help="Prompts read at once.")] = 1,
-    model: ModelName = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    beyond_positions: BeyondPositions = False,
-    threads: Threads = None,
-    out: Annotated[
-        Path, Option(metavar="DIR", help="Folder of the results, new or to be continued.")
-    ],
+    batch_size: Annotated[int, option("N", "Prompts read at once.", min=1)] = 1,
+    model: shared.ModelName = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "cpu",
+    beyond_positions: shared.BeyondPositions = False,
+    threads: shared.Threads = None,
+    out: Annotated[Path, option("DIR", "Folder of the results, new or to be continued.")],
     policies: PolicyOptions,
 ) -> None:
     """Score policies on tasks, at several prompt lengths, against full context.
@@ -62,7 +49,8 @@ def eval(
     another one to add policies, tasks, lengths or documents. Default policy: FastKV, keeping 10%.
     """
     names = split_names(tasks, "--tasks")
-    wanted = _lengths(lengths)
+    rule = "--lengths must be numbers of tokens, such as 4096,8192"
+    wanted = shared.numbers(lengths, 1, rule)
     for folder in include or ():
         if not folder.is_dir():
             raise ValueError(f"--include must be a folder, got {folder}")
@@ -70,11 +58,10 @@ def eval(
     import attrs
     import torch
 
-    from kvpolicy.evaluation.chosen import chosen_variants
+    from kvpolicy.evaluation.chosen import chosen_variants, variants
     from kvpolicy.evaluation.commands.terminal import load_shown, plain_console, progress_shown
     from kvpolicy.evaluation.extras import require
     from kvpolicy.evaluation.results import check_threads, default_threads
-    from kvpolicy.evaluation.variant import variants
 
     require("lm_eval", extra="eval")
     require("matplotlib", extra="plot")
@@ -111,13 +98,6 @@ def eval(
             raise
         finally:
             _show(out, console)
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    parts = [each.strip() for each in text.split(",")]
-    if not all(each.isdecimal() and int(each) for each in parts):
-        raise ValueError(f"--lengths must be numbers of tokens, such as 4096,8192, got {text!r}")
-    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def _show(folder: Path, console: Console) -> None:

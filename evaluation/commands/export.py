@@ -5,16 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from kvpolicy.evaluation.commands.shared import (
-    BeyondPositions,
-    Chat,
-    Device,
-    Dtype,
-    ModelName,
-    Option,
-    RequiredPromptFile,
-    with_policies,
-)
+from kvpolicy.evaluation.commands import shared
+from kvpolicy.evaluation.commands.shared import option, with_policies
 from kvpolicy.evaluation.policy_options import PolicyOptions
 
 DEFAULT = "replaykv"
@@ -23,16 +15,16 @@ DEFAULT = "replaykv"
 @with_policies
 def export(
     *,
-    prompt_file: RequiredPromptFile,
+    prompt_file: shared.RequiredPromptFile,
     to: Annotated[
         Path,
-        Option(metavar="FILE", help="File to write: DIR/NAME.safetensors; requests use NAME."),
+        option("FILE", "File to write: DIR/NAME.safetensors; requests use NAME."),
     ],
-    model: ModelName = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    beyond_positions: BeyondPositions = False,
-    chat: Chat = None,
+    model: shared.ModelName = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "cpu",
+    beyond_positions: shared.BeyondPositions = False,
+    chat: shared.Chat = None,
     policies: PolicyOptions,
 ) -> None:
     """Read a document under a policy, and write what is kept of it for a vLLM server.
@@ -45,9 +37,13 @@ def export(
 
     from kvpolicy.evaluation.chosen import chosen_variant
     from kvpolicy.evaluation.commands.terminal import load_shown, plain_console
-    from kvpolicy.evaluation.prompt_tokens import reads_chat
-    from kvpolicy.evaluation.readable import check_known, check_positions, positions_notes
-    from kvpolicy.evaluation.text_files import read_prompt
+    from kvpolicy.evaluation.readable import (
+        check_known,
+        check_positions,
+        positions_notes,
+        reads_chat,
+    )
+    from kvpolicy.evaluation.texts import read_prompt
     from kvpolicy.integrations.transformers import ReadDocument
     from kvpolicy.integrations.vllm import export as write_document
     from kvpolicy.integrations.vllm.exporting import check_target

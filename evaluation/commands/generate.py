@@ -5,18 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvpolicy.evaluation.commands.shared import (
-    BeyondPositions,
-    Chat,
-    Device,
-    Dtype,
-    ModelName,
-    Option,
-    PromptFile,
-    with_policies,
-)
+from kvpolicy.evaluation.commands import shared
+from kvpolicy.evaluation.commands.shared import option, with_policies
 from kvpolicy.evaluation.policy_options import PolicyOptions
 
 if TYPE_CHECKING:
@@ -27,38 +20,40 @@ if TYPE_CHECKING:
     from kvpolicy.integrations.transformers import PolicyCache
     from kvpolicy.policy import CachePolicy
 
+# More groups of layers than this are described by the first and the last.
+MAX_GROUPS = 3
 DEFAULT = "replaykv"  # the one that keeps long answers, whether it knows the question or not
 
 
 @with_policies
 def generate(
     *,
-    prompt_file: PromptFile = None,
+    prompt_file: shared.PromptFile = None,
     prompt: Annotated[
-        str | None, Option(metavar="TEXT", help="The prompt itself, instead of --prompt-file.")
+        str | None, option("TEXT", "The prompt itself, instead of --prompt-file.")
     ] = None,
     ask: Annotated[
         list[str] | None,
-        Option(
-            metavar="TEXT",
-            help="A question about the prompt, which is then a document that is read once, before "
+        option(
+            "TEXT",
+            "A question about the prompt, which is then a document that is read once, before "
             "any question is known. Repeatable: each question is answered without the others.",
         ),
     ] = None,
-    model: ModelName = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    beyond_positions: BeyondPositions = False,
+    model: shared.ModelName = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "cpu",
+    beyond_positions: shared.BeyondPositions = False,
     answer_tokens: Annotated[
         int,
-        Option(min=1, metavar="N", help="Largest number of tokens to generate."),
+        option("N", "Largest number of tokens to generate.", min=1),
     ] = 128,
-    sample: Annotated[bool, Option("--sample", help="Sample the answer; default: greedy.")] = False,
-    temperature: Annotated[
-        float, Option(metavar="T", help="Temperature of --sample, above 0.")
-    ] = 1.0,
-    seed: Annotated[int, Option(metavar="N", help="Of --sample.")] = 0,
-    chat: Chat = None,
+    sample: Annotated[
+        bool, option(None, "Sample the answer; default: greedy.", "--sample")
+    ] = False,
+    temperature: Annotated[float, option("T", "Temperature of --sample, above 0.")] = 1.0,
+    seed: Annotated[int, option("N", "Of --sample.")] = 0,
+    chat: shared.Chat = None,
     policies: PolicyOptions,
 ) -> None:
     """Stream a completion to stdout, then print to stderr what the cache held.
@@ -80,11 +75,14 @@ def generate(
         raise ValueError(f"seed must be in [0, 2**63), got {seed}")
 
     from kvpolicy.evaluation.chosen import chosen_variant
-    from kvpolicy.evaluation.commands.reading import reading_lines
     from kvpolicy.evaluation.commands.terminal import load_shown, plain_console
-    from kvpolicy.evaluation.prompt_tokens import encode_prompt
-    from kvpolicy.evaluation.readable import check_known, check_positions, positions_notes
-    from kvpolicy.evaluation.text_files import read_prompt
+    from kvpolicy.evaluation.readable import (
+        check_known,
+        check_positions,
+        encode_prompt,
+        positions_notes,
+    )
+    from kvpolicy.evaluation.texts import read_prompt
 
     variant = chosen_variant(policies, DEFAULT)
     chosen = variant.policy
@@ -155,7 +153,7 @@ def _answer(
     from rich.console import Console
 
     from kvpolicy.evaluation.commands.terminal import plain_console
-    from kvpolicy.evaluation.prompt_tokens import reads_chat
+    from kvpolicy.evaluation.readable import reads_chat
     from kvpolicy.integrations.transformers import ReadDocument
 
     with Console(stderr=True).status("reading the document"):
@@ -192,3 +190,53 @@ def _sampling(loaded: Loaded, temperature: float, seed: int, sample: bool) -> di
         return {"do_sample": False, "pad_token_id": pad}
     torch.manual_seed(seed)
     return {"do_sample": True, "temperature": temperature, "pad_token_id": pad}
+
+
+def reading_lines(cache: PolicyCache, prompt_len: int) -> list[str]:
+    """Describe one prompt's prefill by layer, and the tokens held of prompt and answer."""
+    lines = [_read(cache, prompt_len)]
+    held = [each.positions[0] for each in cache.layers if each.positions is not None]
+    answer_len = cache.get_seq_length() - prompt_len
+    if held and answer_len:
+        answer = fmean(int((each >= prompt_len).sum()) / len(each) for each in held)
+        prompt = fmean(int((each >= 0).sum()) / len(each) for each in held) - answer
+        lines.append(
+            f"held, mean over layers: {prompt:,.1f} tokens of the prompt, {answer:,.1f} of the "
+            f"{answer_len:,} answer tokens read"
+        )
+    return lines
+
+
+def _read(cache: PolicyCache, prompt_len: int) -> str:
+    """Describe how many of the prompt's tokens reached each layer."""
+    last, passed = len(cache.layers) - 1, sorted(cache.propagated.items())
+    counts = [(layer, int((positions >= 0).sum())) for layer, positions in passed]
+    if cache.policy.propagation.restarts and counts:
+        ((layer, count),) = counts
+        return (
+            f"read: {prompt_len:,} tokens by layers 0 to {layer}, then the {count:,} that layer "
+            f"{layer} chose by all layers"
+        )
+    starts = [0, *(layer + 1 for layer, _ in counts)]
+    groups = [
+        (first, following - 1, count)
+        for first, following, count in zip(
+            starts,
+            [*starts[1:], last + 1],
+            [prompt_len, *(count for _, count in counts)],
+            strict=True,
+        )
+        if first < following
+    ]
+    if len(groups) == 1:
+        return f"read: {prompt_len:,} tokens by every layer"
+    if len(groups) > MAX_GROUPS:
+        return (
+            f"read: {prompt_len:,} tokens by layer 0, fewer by later ones, {groups[-1][2]:,} by "
+            f"layer {last}"
+        )
+    said = ", ".join(
+        f"{count:,} tokens by {f'layer {first}' if first == end else f'layers {first} to {end}'}"
+        for first, end, count in groups
+    )
+    return f"read: {said}"

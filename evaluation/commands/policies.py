@@ -37,13 +37,9 @@ def describe(name: str, factory: Callable[..., Any]) -> str:
         key if default is inspect.Parameter.empty else f"{key}={default!r}"
         for key, default in parameters_of(factory).items()
     )
-    for text in (_summary(factory), parameters or "no parameters"):
+    summary = (inspect.getdoc(factory) or "not described").splitlines()[0]
+    for text in (summary, parameters or "no parameters"):
         lines += textwrap.wrap(
             text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
         )
     return "\n".join(lines)
-
-
-def _summary(factory: Callable[..., Any]) -> str:
-    """Return the first docstring line of a policy's or part's factory."""
-    return (inspect.getdoc(factory) or "not described").splitlines()[0]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpolicy.evaluation.commands.shared import Option
-from kvpolicy.evaluation.commands.sizes import parse_size
+from kvpolicy.evaluation.commands.shared import option
 from kvpolicy.evaluation.defaults import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from kvpolicy.integrations.vllm import ServedDocument
     from kvpolicy.integrations.vllm.served_model import ServedModel
+
+UNITS: dict[str, int] = {"": 1, "B": 1} | {
+    f"{prefix}{binary}B": (1024 if binary else 1000) ** (power + 1)
+    for power, prefix in enumerate("kMGT")
+    for binary in ("", "i")
+}
+_BY_LOWER = {unit.lower(): size for unit, size in UNITS.items()}
+_SIZE = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
 def serve_check(
@@ -21,23 +29,19 @@ def serve_check(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder of the exported documents.")
     ],
-    model: Annotated[str, Option(metavar="NAME", help="The model: a folder or a Hub name.")],
+    model: Annotated[str, option("NAME", "The model: a folder or a Hub name.")],
     dtype: Annotated[
         str,
-        Option(
-            metavar="NAME", help="Number format of the served model; auto: the checkpoint's own."
-        ),
+        option("NAME", "Number format of the served model; auto: the checkpoint's own."),
     ] = "auto",
     memory: Annotated[
         str,
-        Option(metavar="SIZE", help="Memory for vLLM's blocks, without the weights: 40GB, 24GiB."),
+        option("SIZE", "Memory for vLLM's blocks, without the weights: 40GB, 24GiB."),
     ] = "16GiB",
     answer: Annotated[
-        int, Option(min=1, metavar="N", help="Number of tokens in a question and its answer.")
+        int, option("N", "Number of tokens in a question and its answer.", min=1)
     ] = 1024,
-    block: Annotated[
-        int, Option(min=1, metavar="N", help="Number of tokens in a block of vLLM.")
-    ] = 16,
+    block: Annotated[int, option("N", "Number of tokens in a block of vLLM.", min=1)] = 16,
 ) -> None:
     """Show which documents fit a model, the memory of a session, and how many sessions fit."""
     size = parse_size(memory, "--memory")
@@ -66,8 +70,8 @@ def serve_check(
         except DocumentError as error:
             refused.append(str(error))
             continue
-        own, full = (
-            _session_bytes(document, length + answer, block)
+        own, full = (  # in whole blocks
+            -(-(length + answer) // block) * block * document.token_bytes
             for length in (document.length, document.read_len)
         )
         table.add_row(
@@ -92,6 +96,22 @@ def serve_check(
         raise typer.Exit(1)
 
 
+def parse_size(text: str, option: str) -> int:
+    """Parse bytes such as ``80GB`` (powers of 1,000), ``24GiB`` (1,024) or ``40e9``."""
+    found = _SIZE.fullmatch(text)
+    unit = _BY_LOWER.get(found[2].lower()) if found else None
+    try:
+        number = float(found[1]) if found else math.nan
+    except ValueError:  # such as a number with two points
+        number = math.nan
+    if found is None or unit is None or not math.isfinite(number) or number * unit < 1:
+        raise ValueError(
+            f"{option} must be a number of bytes such as 80GB, 24GiB or 40e9, in "
+            f"{', '.join(name for name in UNITS if name)}, got {text!r}"
+        )
+    return round(number * unit)
+
+
 def _model(model: str, dtype: str) -> ServedModel:
     from transformers import AutoConfig
 
@@ -106,8 +126,3 @@ def _model(model: str, dtype: str) -> ServedModel:
     elif dtype not in DTYPE_NAMES:
         raise ValueError(f"--dtype must be auto or one of {', '.join(DTYPE_NAMES)}, got {dtype}")
     return ServedModel.named(name, config, dtype)
-
-
-def _session_bytes(document: ServedDocument, length: int, block: int) -> int:
-    """Return the bytes of the blocks that a session takes for a number of entries."""
-    return -(-length // block) * block * document.token_bytes

@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 from kvpolicy.evaluation.models import DEFAULT_NAME, Loaded, load
-from kvpolicy.evaluation.progress import Progress, silent
+from kvpolicy.evaluation.progress import Progress
 
 
 def plain_console(*, stderr: bool = False) -> Console:
-    """Return a rich console that prints text as it is, without markup, colours or wrapping.
-
-    Args:
-        stderr: Whether it prints to stderr; else to stdout.
-    """
+    """Return a rich console that prints text as it is, without markup, colours or wrapping."""
     return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
-
-
-def show_written(folder: Path, files: Iterable[str]) -> None:
-    """Print which files were written to a folder."""
-    plain_console().print(f"\nwritten to {folder}: {', '.join(files)}")
 
 
 @contextmanager
 def progress_bar(console: Console | None = None) -> Iterator[Progress]:
-    """Show a progress bar until the work is done; yield the function that updates it.
-
-    Args:
-        console: Where to: one on which other lines are printed meanwhile; stderr by default.
-    """
+    """Show a progress bar on a console, stderr by default; yield the function that updates it."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -63,18 +49,13 @@ def progress_bar(console: Console | None = None) -> Iterator[Progress]:
 
 
 @contextmanager
-def progress_lines(console: Console, quiet: str | tuple[str, ...] = ()) -> Iterator[Progress]:
-    """Print a line whenever a stage of work begins; yield the function that reports stages.
-
-    Args:
-        console: Where to.
-        quiet: How the names of stages begin that get no line, since their results do.
-    """
+def progress_lines(console: Console) -> Iterator[Progress]:
+    """Print a line whenever a stage of work begins; yield the function that reports stages."""
     latest = ""
 
     def tell(stage: str, done: int, total: int) -> None:
         nonlocal latest
-        if stage != latest and not stage.startswith(quiet):
+        if stage != latest:
             console.print(f"{stage} ...", style="dim", soft_wrap=True)
             console.file.flush()
         latest = stage
@@ -82,24 +63,21 @@ def progress_lines(console: Console, quiet: str | tuple[str, ...] = ()) -> Itera
     yield tell
 
 
-def progress_shown(
-    console: Console, quiet: str | tuple[str, ...] = ()
-) -> AbstractContextManager[Progress]:
-    """Show a progress bar on a terminal, or lines of progress in other output.
-
-    Args:
-        console: Where results are printed.
-        quiet: See `progress_lines`.
-    """
-    return progress_bar(console) if console.is_terminal else progress_lines(console, quiet)
+def progress_shown(console: Console) -> AbstractContextManager[Progress]:
+    """Show a progress bar on a terminal, or lines of progress in other output."""
+    return progress_bar(console) if console.is_terminal else progress_lines(console)
 
 
 def load_shown(name: str | None, *, dtype: str = "auto", device: str = "cpu") -> Loaded:
     """Load a model, and show on stderr that it is loading, or how far a conversion is.
 
-    Raises:
-        ValueError: See `kvpolicy.evaluation.models.load`.
+    Transformers prints nothing; its errors are raised, see `kvpolicy.evaluation.models.load`.
     """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     errors = Console(stderr=True)
     with errors.status(f"loading model {name or DEFAULT_NAME}") as status:
 
@@ -108,21 +86,4 @@ def load_shown(name: str | None, *, dtype: str = "auto", device: str = "cpu") ->
             if not errors.is_terminal and not done:
                 errors.print(f"{stage}; it is done once, in some 20 seconds", soft_wrap=True)
 
-        return load_quietly(name, dtype=dtype, device=device, progress=tell)
-
-
-def load_quietly(
-    name: str | None, *, dtype: str, device: str, progress: Progress = silent
-) -> Loaded:
-    """Load a model without any output from Transformers.
-
-    Raises:
-        ValueError: See `kvpolicy.evaluation.models.load`.
-    """
-    from transformers.utils import logging as transformers_logging
-
-    # Their warnings and bars would mix with ours; errors are still raised.
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    return load(name, dtype=dtype, device=device, progress=progress)
+        return load(name, dtype=dtype, device=device, progress=tell)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvpolicy.evaluation.cells import Cell
 from kvpolicy.evaluation.comparison.study import Comparison, Row
 from kvpolicy.evaluation.comparison.table import grouped, name_of
 from kvpolicy.evaluation.pictures import new_figure, png
@@ -16,9 +15,6 @@ def plot_comparison(found: Comparison) -> bytes:
 
     A line for each policy and a dot for each budget, with the 95% interval of its right answers.
     The times have a panel if there are any.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
     """
     groups = {budget: rows for budget, rows in grouped(found).items() if budget}
     names = list(dict.fromkeys(name_of(row.variant) for rows in groups.values() for row in rows))
@@ -33,19 +29,16 @@ def plot_comparison(found: Comparison) -> bytes:
         colour = _COLOURS[index % len(_COLOURS)]
         shift = _HEIGHT * (index - (len(groups) - 1) / 2)
         for row in rows:
-            place = names.index(name_of(row.variant)) + shift
-            if scored:
-                score, (low, high) = _share(row.total)
-                answers.plot([low, high], [place, place], color=colour, linewidth=1.2, alpha=0.6)
-                answers.plot(score, place, "o", color=colour, label=f"keeping {budget}")
-            else:
-                lost = found.lost(row)
-                answers.plot(lost, place, "o", color=colour, label=f"keeping {budget}")
+            line = names.index(name_of(row.variant))
+            place, value = line + shift, row.total.score
+            if row.total.interval is not None:
+                ends = [100 * each for each in row.total.interval]
+                answers.plot(ends, [place, place], color=colour, linewidth=1.2, alpha=0.6)
+            shown = found.lost(row) if value is None else 100 * value
+            answers.plot(shown, place, "o", color=colour, label=f"keeping {budget}")
             if row.times is not None and found.full.times is not None:
                 ratio = row.times.ratio(found.full.times, "prefill").median
-                panels[1].barh(
-                    names.index(name_of(row.variant)), ratio, height=0.6, color="#999999"
-                )
+                panels[1].barh(line, ratio, height=0.6, color="#999999")
     answers.set_yticks(range(len(names)), names, fontsize=9)
     answers.set_ylim(len(names) - 0.4, -0.6)
     if scored:
@@ -76,9 +69,3 @@ def plot_comparison(found: Comparison) -> bytes:
 def _best(found: Comparison, groups: dict[str, list[Row]], name: str) -> tuple[float, float]:
     own = [row for rows in groups.values() for row in rows if name_of(row.variant) == name]
     return max(row.total.score or 0.0 for row in own), -min(found.lost(row) for row in own)
-
-
-def _share(cell: Cell) -> tuple[float, tuple[float, float]]:
-    assert cell.score is not None
-    assert cell.interval is not None
-    return 100 * cell.score, (100 * cell.interval[0], 100 * cell.interval[1])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvpolicy.evaluation.asking import Asked, check_fits
-from kvpolicy.evaluation.cells import Cell, Compared, cell_of, compared
+from kvpolicy.evaluation.cells import Cell, Compared, cells_of, compared
 from kvpolicy.evaluation.comparison.times import Times, measure_times
 from kvpolicy.evaluation.defaults import FULL_CONTEXT
 from kvpolicy.evaluation.progress import Progress, silent
@@ -26,14 +26,10 @@ ALL = "all"
 
 @attrs.frozen
 class Row:
-    """One policy at one budget.
+    """One policy at one budget: what it did with all questions, and with those of each kind.
 
-    Args:
-        variant: The policy.
-        total: What it did with all questions.
-        kinds: What it did with the questions of each kind.
-        difference: From full context, on the same questions; None for full context.
-        times: How long it read and decoded; None where it was not timed.
+    ``difference`` is from full context, on the same questions; None for full context. ``times`` is
+    None where it was not timed.
     """
 
     variant: Variant
@@ -60,13 +56,9 @@ class Row:
 class Comparison:
     """Policies side by side on the same questions.
 
-    Args:
-        rows: One for each policy and budget, full context first.
-        outcomes: What every policy did with every question.
-        questions: Number of questions.
-        later: Whether the question was asked after the policy had chosen.
-        longest: Tokens of the longest prompt.
-        finished: Whether all was measured that was asked for.
+    There is a row for each policy and budget, full context first. ``later``: the question was asked
+    after the policy had chosen. ``longest``: tokens of the longest prompt. ``finished``: all was
+    measured that was asked for.
     """
 
     rows: tuple[Row, ...]
@@ -81,20 +73,12 @@ class Comparison:
         """The row of full context."""
         return self.rows[0]
 
-    def lost(self, row: Row, kind: str = ALL) -> float:
+    def lost(self, row: Row) -> float:
         """Return how much less probable the right answer is than under full context.
 
-        Args:
-            row: A row.
-            kind: A kind of question; all by default.
-
-        Returns:
-            Nats for each token of the answer, mean over the questions; above 0 is less probable.
+        It is in nats for each token of the answer, the mean over the questions.
         """
-        cells = (self.full.total, row.total)
-        if kind != ALL:
-            cells = (self.full.kinds[kind], row.kinds[kind])
-        return cells[0].log_prob - cells[1].log_prob
+        return self.full.total.log_prob - row.total.log_prob
 
     def as_data(self) -> dict[str, Any]:
         """Return the comparison as a dict for JSON."""
@@ -129,8 +113,7 @@ def compare(
         model: A decoder-only model of Transformers, in evaluation mode.
         tokenizer: Its tokenizer.
         questions: At least one, see `kvpolicy.evaluation.tasks.task.Task.questions`.
-        variants: The policies, as `kvpolicy.evaluation.variants` makes them. Full context is always
-            measured, whether it is among them or not.
+        variants: The policies; full context is always measured.
         later: Whether a policy chooses before it knows the question.
         rounds: Prompts that are timed; with fewer than 5 no time counts as steady, 0 for none.
         new_tokens: Tokens decoded in each.
@@ -168,9 +151,8 @@ def compare(
     except KeyboardInterrupt:
         done = len(found) // len(chosen)
         if done and unfinished is not None:
-            unfinished(
-                _comparison(chosen, found[: done * len(chosen)], {}, questions, later, False)
-            )
+            there = found[: done * len(chosen)]
+            unfinished(_comparison(chosen, there, {}, questions, later, False))
         raise
     return _comparison(chosen, found, times, questions, later, True)
 
@@ -199,22 +181,19 @@ def _comparison(
     later: bool,
     finished: bool,
 ) -> Comparison:
-    rows = []
-    for variant in chosen:
-        own = [each for each in found if each.policy == variant.label]
-        kinds = dict.fromkeys(each.kind for each in own)
-        rows.append(
-            Row(
-                variant,
-                cell_of(variant.label, ALL, own),
-                {
-                    kind: cell_of(variant.label, kind, [it for it in own if it.kind == kind])
-                    for kind in kinds
-                },
-                None if variant is FULL else compared(found, variant.label, FULL.label),
-                times.get(variant.label),
-            )
+    cells = {(each.policy, each.kind): each for each in cells_of(found)}
+    totals = {each.policy: each for each in cells_of(attrs.evolve(it, kind=ALL) for it in found)}
+    kinds = dict.fromkeys(each.kind for each in found)
+    rows = [
+        Row(
+            variant,
+            totals[variant.label],
+            {kind: cells[variant.label, kind] for kind in kinds},
+            None if variant is FULL else compared(found, variant.label, FULL.label),
+            times.get(variant.label),
         )
+        for variant in chosen
+    ]
     return Comparison(
         rows=tuple(rows),
         outcomes=tuple(found),

@@ -15,13 +15,7 @@ _MOST_KINDS = 4
 
 
 def budget_of(variant: Variant) -> str:
-    """Return the words for what a policy keeps; empty for one without a budget.
-
-    Example:
-        >>> from kvpolicy.evaluation import variants
-        >>> [budget_of(each) for each in variants(["full_context", "snapkv"], [0.1])]
-        ['', '10%']
-    """
+    """Return the words for what a policy keeps; empty for one without a budget."""
     if variant.retention_tokens is not None:
         return f"{variant.retention_tokens:,} tokens"
     return "" if variant.retention_rate is None else f"{100 * variant.retention_rate:.3g}%"
@@ -98,9 +92,8 @@ def legend(found: Comparison) -> list[str]:
         "full context. KV: bytes of keys and values held after the prompt, of full context's.",
     ]
     if any(row.times is not None for row in found.rows):
-        lines += [
-            "Times: of full context without kvpolicy, median; at the policy's largest budget.",
-        ]
+        said = "Times: of full context without kvpolicy, median; at the policy's largest budget."
+        lines.append(said)
         if any("?" in _time(found, row, it) for row in found.rows for it in ("prefill", "decode")):
             lines.append("?: the rounds disagree; measure on an idle machine.")
     return lines

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from kvpolicy.evaluation.intervals import median_interval
 from kvpolicy.evaluation.progress import Progress, silent
-from kvpolicy.evaluation.refusals import naming
 from kvpolicy.evaluation.scoring import append
+from kvpolicy.evaluation.variant import naming
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policy import CachePolicy
 
@@ -30,10 +30,7 @@ _WARM_UP = 256
 
 @attrs.frozen
 class Ratio:
-    """A policy's time as a fraction of full context's, round by round; below 1 is faster.
-
-    Args:
-        rounds: One entry a round, at least one.
+    """A policy's time over full context's in every round, at least one; below 1 is faster.
 
     Example:
         >>> Ratio((0.5, 0.51, 0.5, 0.49, 0.5)).text, Ratio((0.5,)).text
@@ -67,11 +64,8 @@ class Ratio:
 class Times:
     """How long one policy took, a number for each round.
 
-    Args:
-        prefill: Seconds of reading a prompt.
-        decode: Seconds of a decoded token, the mean of a round's.
-        prefill_cpu: Processor seconds of reading, all threads together.
-        decode_cpu: Processor seconds of a decoded token.
+    Seconds of reading a prompt and of a decoded token, the mean of a round's; and processor
+    seconds, all threads together.
     """
 
     prefill: tuple[float, ...] = ()
@@ -80,12 +74,7 @@ class Times:
     decode_cpu: tuple[float, ...] = ()
 
     def ratio(self, full: Times, what: str) -> Ratio:
-        """Return the time over full context's in the same rounds.
-
-        Args:
-            full: Full context's.
-            what: ``"prefill"``, ``"decode"``, ``"prefill_cpu"`` or ``"decode_cpu"``.
-        """
+        """Return one of the times over full context's in the same rounds."""
         own, base = getattr(self, what), getattr(full, what)
         return Ratio(
             tuple(ours / max(theirs, 1e-9) for ours, theirs in zip(own, base, strict=True))
@@ -102,18 +91,8 @@ def measure_times(
 ) -> dict[str, Times]:
     """Time prefill and decoding, batch 1; in each round every policy reads the same prompt.
 
-    Args:
-        model: A decoder-only model of Transformers, in evaluation mode.
-        prompts: Token ids, one prompt for each round.
-        policies: By name; None is the model without kvpolicy, on Transformers' own cache.
-        new_tokens: Tokens decoded in a round, at least 1.
-        progress: Told of every prompt that is read.
-
-    Returns:
-        The times of each policy, by name.
-
-    Raises:
-        ValueError: A policy cannot be applied to the model; the message begins with its name.
+    There is a prompt for each round. The policy None is the model without kvpolicy, on
+    Transformers' own cache. A ValueError of a policy that cannot be applied begins with its name.
     """
     found = {name: Times() for name in policies}
     for policy in policies.values():

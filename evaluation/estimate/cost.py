@@ -23,12 +23,10 @@ class Estimate:
         answer_len: Tokens of the answer.
         weight_bytes: Bytes of the model's weights.
         compute_rate: Layer-tokens computed in prefill over those of a full prefill, the paper's
-            figure; see `CachePolicy.prefill_compute_rate`. None if the policy decides by content
-            how many tokens go on, which is known only once a prompt is read: then ``kept_tokens``
-            are the most.
+            figure. None if the policy decides by content how many tokens go on, which is known only
+            once a prompt is read: then ``kept_tokens`` are the most.
         kept_tokens: For each layer, the tokens it holds after the prompt, the mean over its KV
-            heads; 0 if it holds nothing for a token.
-        answered_tokens: The same after the answer.
+            heads; 0 if it holds nothing for a token. ``answered_tokens``: after the answer.
         token_bytes: For each layer, the bytes of one token's keys and values, or latent.
         state_bytes: Bytes of all layers' states, which no policy cuts.
     """

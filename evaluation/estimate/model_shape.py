@@ -60,18 +60,13 @@ class ModelShape:
 
     Args:
         name: What to call it.
-        layers: What each layer holds, in their order.
+        layers: What each layer holds, in their order, at least one.
         weight_bytes: Bytes of all weights; those that two modules share count once.
         max_positions: Tokens that the model is made for; None if that is not known.
 
     Raises:
         TypeError: A size is not an int, or ``layers`` no tuple of `LayerShape`.
-        ValueError: A size is below its least, or there are no layers.
-
-    Example:
-        >>> layer = LayerShape("full attention", token_bytes=24)
-        >>> ModelShape("tiny", (layer,) * 5, weight_bytes=2000).num_layers
-        5
+        ValueError: A size is below its least.
     """
 
     name: str

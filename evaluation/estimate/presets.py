@@ -6,15 +6,14 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.checks import check_kind
+
 
 @attrs.frozen
 class Preset:
-    """A published model's family, sizes and Hub names, to estimate its cost without a download.
+    """A published model: Transformers' word for its family, sizes, and names on the Hub.
 
-    Args:
-        model_type: Transformers' word for its family.
-        sizes: What its configuration has otherwise than the family's has by default.
-        hub_names: Its names on the Hugging Face Hub.
+    The sizes are what its configuration has otherwise than the family's has by default.
     """
 
     model_type: str
@@ -22,34 +21,25 @@ class Preset:
     hub_names: tuple[str, ...]
 
 
-def _dense(
-    model_type: str,
-    layers: int,
-    hidden: int,
-    width: int,
-    heads: tuple[int, int],
-    vocab: int,
-    most: int,
-    *hub_names: str,
-) -> Preset:
-    """Make the preset of a dense model of equal layers and heads of width 128."""
-    sizes = {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": width,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "head_dim": 128,
-        "vocab_size": vocab,
-        "max_position_embeddings": most,
-        "sliding_window": None,
-        "pad_token_id": None,
-    }
-    return Preset(model_type, sizes, hub_names)
+# The sizes that `_dense` takes.
+_DENSE = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
+def _dense(model_type: str, sizes: tuple[int, ...], *hub_names: str, **more: Any) -> Preset:
+    """Make a preset from `_DENSE`; heads are 128 wide and see all tokens if no more is said."""
+    usual = {"head_dim": 128, "sliding_window": None, "pad_token_id": None}
+    return Preset(model_type, {**dict(zip(_DENSE, sizes, strict=True)), **usual, **more}, hub_names)
 
 
 def _gpt_oss(layers: int, experts: int, hub_name: str) -> Preset:
-    """Make the preset of a gpt-oss model with given numbers of layers and experts."""
     sizes = {"num_hidden_layers": layers, "num_local_experts": experts}
     return Preset("gpt_oss", sizes, (hub_name,))
 
@@ -58,71 +48,53 @@ def _gpt_oss(layers: int, experts: int, hub_name: str) -> Preset:
 # FastKV's experiments.
 PRESETS: dict[str, Preset] = {
     "llama-3.1-8b": _dense(
-        *("llama", 32, 4096, 14336, (32, 8), 128256, 131072),
+        *("llama", (32, 4096, 14336, 32, 8, 128256, 131072)),
         *("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct"),
         *("meta-llama/Meta-Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-8B-Instruct"),
     ),
     "llama-3.1-70b": _dense(
-        *("llama", 80, 8192, 28672, (64, 8), 128256, 131072),
+        *("llama", (80, 8192, 28672, 64, 8, 128256, 131072)),
         *("meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-70B-Instruct"),
         *("meta-llama/Meta-Llama-3.1-70B", "meta-llama/Meta-Llama-3.1-70B-Instruct"),
     ),
     "ministral-8b": _dense(
-        *("mistral", 36, 4096, 12288, (32, 8), 131072, 131072),
+        *("mistral", (36, 4096, 12288, 32, 8, 131072, 131072)),
         "mistralai/Ministral-8B-Instruct-2410",
     ),
     "mistral-nemo-12b": _dense(
-        *("mistral", 40, 5120, 14336, (32, 8), 131072, 131072),
+        *("mistral", (40, 5120, 14336, 32, 8, 131072, 131072)),
         *("mistralai/Mistral-Nemo-Base-2407", "mistralai/Mistral-Nemo-Instruct-2407"),
     ),
     "mistral-small-24b": _dense(
-        *("mistral", 40, 5120, 32768, (32, 8), 131072, 32768),
+        *("mistral", (40, 5120, 32768, 32, 8, 131072, 32768)),
         "mistralai/Mistral-Small-24B-Base-2501",
         "mistralai/Mistral-Small-24B-Instruct-2501",
     ),
-    "phi-4": _dense("phi3", 40, 5120, 17920, (40, 10), 100352, 16384, "microsoft/phi-4"),
+    "phi-4": _dense("phi3", (40, 5120, 17920, 40, 10, 100352, 16384), "microsoft/phi-4"),
     "qwen3-8b": _dense(
-        *("qwen3", 36, 4096, 12288, (32, 8), 151936, 40960), "Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base"
+        *("qwen3", (36, 4096, 12288, 32, 8, 151936, 40960)), "Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base"
     ),
-    "qwen3-32b": _dense("qwen3", 64, 5120, 25600, (64, 8), 151936, 40960, "Qwen/Qwen3-32B"),
+    "qwen3-32b": _dense("qwen3", (64, 5120, 25600, 64, 8, 151936, 40960), "Qwen/Qwen3-32B"),
     "gpt-oss-20b": _gpt_oss(24, 32, "openai/gpt-oss-20b"),
     "gpt-oss-120b": _gpt_oss(36, 128, "openai/gpt-oss-120b"),
-    "gemma-3-27b": Preset(
-        "gemma3_text",
-        {
-            "num_hidden_layers": 62,
-            "hidden_size": 5376,
-            "intermediate_size": 21504,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 16,
-            "head_dim": 128,
-            "vocab_size": 262208,
-            "max_position_embeddings": 131072,
-            "sliding_window": 1024,
-        },
-        ("google/gemma-3-27b-it", "google/gemma-3-27b-pt"),
+    "gemma-3-27b": _dense(
+        *("gemma3_text", (62, 5376, 21504, 32, 16, 262208, 131072)),
+        *("google/gemma-3-27b-it", "google/gemma-3-27b-pt"),
+        sliding_window=1024,
     ),
-    "gemma-4-26b": Preset(
-        "gemma4_text",
-        {
-            "num_hidden_layers": 30,
-            "hidden_size": 2816,
-            "intermediate_size": 2112,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "num_global_key_value_heads": 2,
-            "head_dim": 256,
-            "global_head_dim": 512,
-            "attention_k_eq_v": True,
-            "enable_moe_block": True,
-            "num_experts": 128,
-            "top_k_experts": 8,
-            "moe_intermediate_size": 704,
-            "hidden_size_per_layer_input": 0,
-            "sliding_window": 1024,
-            "max_position_embeddings": 262144,
-        },
-        ("google/gemma-4-26B-A4B", "google/gemma-4-26B-A4B-it"),
+    "gemma-4-26b": _dense(
+        *("gemma4_text", (30, 2816, 2112, 16, 8, 262144, 262144)),
+        *("google/gemma-4-26B-A4B", "google/gemma-4-26B-A4B-it"),
+        num_global_key_value_heads=2,
+        head_dim=256,
+        global_head_dim=512,
+        attention_k_eq_v=True,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+        hidden_size_per_layer_input=0,
+        sliding_window=1024,
     ),
     "qwen3.6-35b-a3b": Preset(
         "qwen3_5_moe_text",
@@ -145,11 +117,7 @@ _BY_HUB_NAME = {
 
 
 def preset_name(name: str) -> str | None:
-    """Return the name of the preset for a preset's or Hub name, ignoring case; else None.
-
-    Example:
-        >>> preset_name("meta-llama/Llama-3.1-8B-Instruct")
-        'llama-3.1-8b'
-    """
+    """Return the preset of a preset's or Hub name, in upper or lower case; None for others."""
+    check_kind("name", name, str)
     lower = name.lower()
     return lower if lower in PRESETS else _BY_HUB_NAME.get(lower)

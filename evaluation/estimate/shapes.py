@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from kvpolicy.checks import check_kind
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.evaluation.estimate.model_shape import ModelShape
 from kvpolicy.evaluation.estimate.presets import PRESETS, preset_name
@@ -20,41 +19,33 @@ from kvpolicy.evaluation.model_names import cached_config, is_hub_name
 def load_shape(name: str, dtype: torch.dtype = torch.bfloat16) -> ModelShape:
     """Load a model's layer sizes from a preset or a configuration on disk, without network.
 
-    Args:
-        name: A preset or its name on the Hugging Face Hub, in upper or lower case; a folder with a
-            ``config.json``; such a file; or any name on the Hub that the local cache holds.
-        dtype: See `shape_of`.
-
-    Raises:
-        TypeError: ``name`` is not a str.
-        ValueError: It is none of these; lists the presets. Or the configuration cannot be read.
-        UnsupportedModelError: See `shape_of`.
+    The name is a preset's or that on the Hugging Face Hub, in upper or lower case; a folder with a
+    ``config.json``; such a file; or any name on the Hub that the local cache holds. It is a
+    ValueError if it is none of these, or the configuration cannot be read; else see `shape_of`.
 
     Example:
         >>> load_shape("Ministral-8B").num_layers, load_shape("Qwen/Qwen3-32B").num_layers
         (36, 64)
     """
-    check_kind("name", name, str)
     preset = preset_name(name)
     if preset is None:
         return shape_of(_read_config(name), name, dtype)
     return _preset_shape(preset, dtype)
 
 
+@functools.cache
+def _preset_shape(name: str, dtype: torch.dtype) -> ModelShape:
+    return shape_of(load_config(name), name, dtype)
+
+
 def load_config(name: str) -> Any:
     """Load a model's Transformers configuration; see `load_shape` for names and errors."""
-    check_kind("name", name, str)
     preset = preset_name(name)
     if preset is None:
         return _read_config(name)
     from transformers import AutoConfig
 
     return AutoConfig.for_model(PRESETS[preset].model_type, **PRESETS[preset].sizes)
-
-
-@functools.cache
-def _preset_shape(name: str, dtype: torch.dtype) -> ModelShape:
-    return shape_of(load_config(name), name, dtype)
 
 
 def shape_of(config: Any, name: str = "model", dtype: torch.dtype = torch.bfloat16) -> ModelShape:
@@ -78,10 +69,13 @@ def shape_of(config: Any, name: str = "model", dtype: torch.dtype = torch.bfloat
     from kvpolicy.evaluation.estimate.tracing import trace  # which needs Transformers
 
     text = config.get_text_config(decoder=True)
-    _size(text, name, "num_hidden_layers")
+    layers = getattr(text, "num_hidden_layers", None)
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise UnsupportedModelError(
+            f"num_hidden_layers of {name} must be an int of at least 1, got {layers!r}"
+        )
     most = getattr(text, "max_position_embeddings", None)
-    layers, weight_bytes = trace(config, name, dtype)
-    return ModelShape(name, layers, weight_bytes, most)
+    return ModelShape(name, *trace(config, name, dtype), most)
 
 
 def _read_config(name: str) -> Any:
@@ -121,12 +115,3 @@ def _config_file(name: str) -> Path:
             f"{name!r}{remedy if is_hub_name(name) else ''}"
         )
     return cached
-
-
-def _size(config: Any, name: str, attribute: str) -> int:
-    size = getattr(config, attribute, None)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise UnsupportedModelError(
-            f"{attribute} of {name} must be an int of at least 1, got {size!r}"
-        )
-    return size

@@ -39,7 +39,11 @@ def headline(shape: ModelShape, found: Estimate, dtype: str) -> str:
 
 def _bytes_text(size: int) -> str:
     unit, unit_bytes = byte_unit(size)
-    return f"{size / unit_bytes:.{0 if unit_bytes == 1 else 2}f} {unit}"
+    return f"{_in_unit(size, unit_bytes)} {unit}"
+
+
+def _in_unit(size: int, unit_bytes: int) -> str:
+    return f"{size / unit_bytes:.{0 if unit_bytes == 1 else 2}f}"
 
 
 def _layer_text(layer: LayerShape) -> str:
@@ -55,12 +59,7 @@ def _layer_text(layer: LayerShape) -> str:
 
 
 def byte_unit(size: int) -> tuple[str, int]:
-    """Return the decimal unit, name and size, that shows a byte count with at most four digits.
-
-    Example:
-        >>> byte_unit(999), byte_unit(157_286), byte_unit(1_572_864)
-        (('B', 1), ('kB', 1000), ('MB', 1000000))
-    """
+    """Return the decimal unit, name and size, that shows a byte count with at most four digits."""
     power = min(max(len(str(size)) - 1, 0) // 3, 4)
     return ("B", "kB", "MB", "GB", "TB")[power], 1000**power
 
@@ -74,18 +73,14 @@ def estimate_table(chosen: Sequence[Variant], found: Sequence[Estimate]) -> Tabl
         table.add_column(header, justify="right", no_wrap=True)
     for variant, each in zip(chosen, found, strict=True):
         rate, tokens = variant.retention_rate, variant.retention_tokens
-        held, answered = (
-            f"{size / unit_bytes:.{0 if unit_bytes == 1 else 2}f}"
-            for size in (each.kv_bytes, each.answered_kv_bytes)
-        )
         table.add_row(
             variant.name,
             f"{rate:g}" if rate is not None else "-" if tokens is None else f"{tokens:,}",
             "-" if each.compute_rate is None else f"{100 * each.compute_rate:.1f}",
             f"{each.mean_kept:,.0f}",
-            held,
+            _in_unit(each.kv_bytes, unit_bytes),
             f"{100 * each.kv_share:.1f}",
-            answered,
+            _in_unit(each.answered_kv_bytes, unit_bytes),
         )
     return table
 

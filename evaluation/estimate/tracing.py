@@ -36,14 +36,8 @@ TOKENS = 2
 def trace(config: Any, name: str, dtype: torch.dtype) -> tuple[tuple[LayerShape, ...], int]:
     """Return what each layer of a decoder holds, and the bytes of the model's weights.
 
-    Args:
-        config: The model's configuration; of one of several modalities the text decoder counts.
-        name: What to call it in messages.
-        dtype: The model's; some states have their own.
-
-    Raises:
-        UnsupportedModelError: A policy cannot be applied to it, or it cannot be built or run
-            without numbers.
+    Of a model of several modalities the text decoder counts. It is an UnsupportedModelError if a
+    policy cannot be applied to it, or it cannot be built or run without numbers.
     """
     config = copy.deepcopy(config)  # building a model changes its configuration
     text = config.get_text_config(decoder=True)

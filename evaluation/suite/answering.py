@@ -14,11 +14,10 @@ from lm_eval.api.instance import Instance
 from kvpolicy.evaluation.models import Loaded
 from kvpolicy.evaluation.progress import Progress
 from kvpolicy.evaluation.readable import check_known, check_positions
-from kvpolicy.evaluation.refusals import in_users_words, naming
 from kvpolicy.evaluation.results import as_json, write_all
 from kvpolicy.evaluation.suite.folder import SETTINGS, Cell, Sample, load_cells, save_cell
 from kvpolicy.evaluation.suite.tasks import How, Prompts, averages, quiet
-from kvpolicy.evaluation.variant import Variant
+from kvpolicy.evaluation.variant import Variant, in_users_words, naming
 from kvpolicy.integrations.lm_eval import PolicyLM
 from kvpolicy.integrations.lm_eval.splitters import document_end
 from kvpolicy.integrations.transformers.checking import check_model

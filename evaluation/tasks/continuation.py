@@ -12,21 +12,15 @@ from attrs.validators import ge, instance_of
 
 from kvpolicy.evaluation.tasks.question import Question
 from kvpolicy.evaluation.tasks.task import SizedTask
-from kvpolicy.evaluation.text_files import read_text
-from kvpolicy.evaluation.texts import documentation, words_of
+from kvpolicy.evaluation.texts import documentation, read_text, words_of
 
 
 @attrs.frozen
 class Continuation(SizedTask):
     """Beginnings of documents, whose next tokens are measured; nothing is generated or asked.
 
-    Args:
-        file: A text file, every part of which is as likely to be read; None for Python's
-            documentation.
-        length: Number of next tokens that are measured.
-
-    Raises:
-        ValueError: ``length`` is below 1.
+    ``length`` of them are measured, at least 1. Every part of a text ``file`` is as likely to be
+    read; without one it is Python's documentation.
     """
 
     name: ClassVar[str] = "continuation"
@@ -34,11 +28,7 @@ class Continuation(SizedTask):
     length: int = attrs.field(default=256, validator=[instance_of(int), ge(1)])
 
     def draft(self, size: int, index: int, rng: Random) -> Question:
-        """Make one question; the unit is a word.
-
-        Raises:
-            ValueError: The file is no text, or has too few words.
-        """
+        """Make one question; the unit is a word. ValueError if the file is too short."""
         needed = size + self.length  # a word is at least one token
         if self.file is None:
             words = list(islice(documentation(rng), needed))

@@ -12,23 +12,20 @@ from kvpolicy.checks import check_count
 from kvpolicy.evaluation.asking import Asked, Asker
 from kvpolicy.evaluation.tasks.question import Question
 from kvpolicy.evaluation.tasks.task import Task
-from kvpolicy.evaluation.text_files import read_text
+from kvpolicy.evaluation.texts import read_text
 
 _RULE = '{"context": "...", "question": "...", "answer": "..."} or with "answers": ["...", "..."]'
 
 
 @attrs.frozen
 class Files(Task):
-    """Questions from a file, each line of which is a JSON object.
+    """Questions from a UTF-8 file, each line of which is a JSON object; blank ones are skipped.
 
     It has the texts ``context`` and ``question``, and ``answer`` or several ``answers``, each of
-    which counts as right where it is found in the generated text. With ``"plain": true`` the model
-    continues context and question as one text, without a chat template or words around them; the
-    answer then follows exactly so, with its own white space. Other fields are ignored.
-
-    Args:
-        file: The file, UTF-8; blank lines are skipped.
-        new_tokens: Tokens to generate at most.
+    which counts as right where it is found in the generated text, of at most ``new_tokens``. With
+    ``"plain": true`` the model continues context and question as one text, without a chat template
+    or words around them; the answer then follows exactly so, with its own white space. Other fields
+    are ignored.
     """
 
     name: ClassVar[str] = "files"
@@ -38,9 +35,7 @@ class Files(Task):
     def questions(self, tokenizer: Any, tokens: int, count: int, seed: int = 0) -> list[Asked]:
         """Return the first questions of the file, at most ``count``; nothing is drawn.
 
-        Raises:
-            ValueError: The file cannot be read or has no question, or a line is wrong or too long;
-                the message names the line.
+        A ValueError names the line that is wrong or too long.
         """
         check_count("count", count, minimum=1)
         asker, found = Asker(tokenizer), list[Asked]()

@@ -14,26 +14,14 @@ NAMES = ("needles", "lines", "pairs", "completion", "continuation")
 
 
 def check_task(name: str) -> None:
-    """Check that a name is a task's, or a file's.
-
-    Raises:
-        ValueError: It is neither; says the nearest name, and all.
-    """
+    """Raise ValueError, with the nearest name and all, unless a name is a task or a file."""
     if name not in NAMES and not Path(name).is_file():
         got = said(name, NAMES, repr(name))
         raise ValueError(f"task must be {', '.join(NAMES)} or a file of JSON lines, got {got}")
 
 
 def task_named(name: str) -> Task:
-    """Return a task by its name, or the questions of a file.
-
-    Args:
-        name: One of `NAMES`, or the path of a file as `kvpolicy.evaluation.tasks.files.Files`
-            reads it.
-
-    Raises:
-        ValueError: It is neither.
-    """
+    """Return a task by its name, one of `NAMES`, or the questions of a file; see `check_task`."""
     check_task(name)
     from kvpolicy.evaluation.tasks.completion import Completion
     from kvpolicy.evaluation.tasks.continuation import Continuation

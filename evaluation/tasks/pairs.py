@@ -23,12 +23,8 @@ _UUID = 32
 class Pairs(SizedTask):
     """Questions for the value of one key, at evenly spread depths.
 
-    Args:
-        digits: Hexadecimal digits of keys and values: 4, 8 or 16, or 32, which are written as UUIDs
-            as in the paper. Small models copy short ones only.
-
-    Raises:
-        ValueError: ``digits`` is another number.
+    Keys and values have 4, 8 or 16 hexadecimal ``digits``, or 32, which are written as UUIDs as in
+    the paper. Small models copy short ones only.
     """
 
     name: ClassVar[str] = "pairs"

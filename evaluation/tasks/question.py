@@ -35,10 +35,10 @@ def share_of_answers(text: str, answers: Sequence[str]) -> float:
 
 
 def line_similarity(text: str, answers: Sequence[str]) -> float:
-    r"""Return how similar the first line of a text is to an answer, the most similar one.
+    r"""Return how similar the first line of a text is to the most similar answer: ``2 M / T``.
 
-    It is the ratio ``2 M / T`` of `difflib`: ``M`` characters match of ``T`` in both together.
-    White space around a line does not count, nor do blank lines before it.
+    ``M`` characters match of ``T`` in both together, by `difflib`. White space around a line does
+    not count, nor do blank lines before it.
 
     Example:
         >>> line_similarity("\n    return 1\nnext", ["return 2"])

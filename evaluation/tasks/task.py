@@ -16,11 +16,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 class Task(ABC):
-    """Questions of one sort.
-
-    Attributes:
-        name: What the task is called.
-    """
+    """Questions of one sort, under a name."""
 
     name: ClassVar[str]
 
@@ -42,24 +38,20 @@ class Task(ABC):
 
 
 class SizedTask(Task):
-    """A task whose documents can have any size: it makes the largest that fits into a prompt.
-
-    Attributes:
-        smallest: The size of the smallest document, in the task's own units.
-    """
+    """A task that makes the largest documents that fit, from ``smallest`` of its units on."""
 
     smallest: ClassVar[int] = 1
 
     @abstractmethod
     def draft(self, size: int, index: int, rng: Random) -> Question:
-        """Make one question.
+        """Make one question; the random generator is for all draws.
 
         Args:
             size: Units of the document, such as words or lines, each at least one token; more give
                 a longer document.
             index: The question's place in the list, from 0.
-            rng: For all draws. It begins anew for every size, so that what is drawn before anything
-                depends on the size is the same in all of them.
+            rng: It begins anew for every size, so that what is drawn before anything depends on the
+                size is the same in all of them.
         """
 
     def questions(self, tokenizer: Any, tokens: int, count: int, seed: int = 0) -> list[Asked]:

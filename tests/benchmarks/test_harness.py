@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, harness, kvpress, methods, overhead
-from benchmarks.harness import Benchmark, Column, Option, Run, Table, Text, in_turns
+from benchmarks.harness import Benchmark, Column, Option, Run, Table, in_turns
 
 TABLE = Table(
     "rows",
@@ -21,7 +21,7 @@ TABLE = Table(
 OPTIONS = (
     Option("contexts", [64, 128], quick=[8]),
     Option("rounds", 3),
-    Option("names", ("a", "b"), how={"nargs": "+"}),
+    Option("names", ("a", "b")),
     Option("policy"),
     Option("fast", False),
 )
@@ -35,8 +35,7 @@ def measured(run: Run) -> None:
 
 
 def benchmark(measure: Any = measured, **how: Any) -> Benchmark:
-    count = Text(lambda record: f"{len(record['rows'])} rows")
-    return Benchmark("tried", "A benchmark.", measure, OPTIONS, (TABLE, count), **how)
+    return Benchmark("tried", "A benchmark.", measure, OPTIONS, (TABLE,), "Notes.", **how)
 
 
 def test_options_have_defaults_and_those_of_a_quick_run() -> None:
@@ -46,7 +45,7 @@ def test_options_have_defaults_and_those_of_a_quick_run() -> None:
     assert benchmark().options_of(["--quick"]).contexts == [8]
     given = ["--quick", "--contexts", "32,16", "--rounds", "5", "--names", "c", "--fast"]
     options = benchmark(threads=1).options_of(given)
-    assert (options.contexts, options.rounds, options.names) == ([16, 32], 5, ["c"])
+    assert (options.contexts, options.rounds, options.names) == ([16, 32], 5, ("c",))
     assert (options.fast, options.threads) == (True, 1)
     with pytest.raises(SystemExit):
         benchmark().options_of(["--rounds", "0"])
@@ -103,7 +102,7 @@ def test_a_run_is_written_as_it_goes_on_and_shown_again(
         "a       1.50      -",
         "failed",
         "c       2.50      7",
-        "3 rows",
+        "Notes.",
     ]
     record = json.loads((tmp_path / "tried.json").read_text())
     assert list(record) == ["benchmark", "settings", "versions", "machine", "rows", "other"]

@@ -1,4 +1,4 @@
-"""Text that comes with Python: complete, in an order that only the seed decides."""
+"""Texts: those that come with Python, whole and in the seed's order, and files that are none."""
 
 import sys
 import types
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.evaluation import texts
-from kvpolicy.evaluation.texts import documentation, sources, words_of
+from kvpolicy.evaluation.texts import documentation, read_text, sources, words_of
 from tests.processes import python
 
 
@@ -67,3 +67,21 @@ def test_a_python_without_texts_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(texts.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(ValueError, match=f"must be in {tmp_path}, got none"):
         texts.sources()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"", "is empty"), (b" \n\n", "is empty"), (b"\xff\xfe", "UTF-8"), (b"a\0b", "NUL bytes")],
+)
+def test_file_that_is_no_text(tmp_path: Path, content: bytes, said: str) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        read_text(file, "prompt file")
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        read_text(tmp_path / "none", "prompt file")
+    with pytest.raises(ValueError, match="must be a file"):
+        read_text(tmp_path, "prompt file")

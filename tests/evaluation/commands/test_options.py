@@ -81,9 +81,9 @@ def test_every_option_reaches_the_policies_that_take_it() -> None:
     options = PolicyOptions(
         names=("fastkv", "full-context", "gemfilter"),
         tokens=(64, 32, 64),
-        parameters={"protect": 4, "window_size": 16},
+        parameters={"protect": 4, "window_size": 16, "tsp_layer": 3},
     )
-    found = {each.label: each.policy for each in chosen_variants(options, [0.1], tsp_layer=3)}
+    found = {each.label: each.policy for each in chosen_variants(options, [0.1])}
     assert found == {
         "fastkv@3 64 tokens": FastKV(tsp_layer=3, retention_tokens=64, window_size=16, protect=4),
         "fastkv@3 32 tokens": FastKV(tsp_layer=3, retention_tokens=32, window_size=16, protect=4),
