@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy import CachePolicy, LayerContext, PropagationPolicy
-from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.layer_inputs import AttentionSettings
@@ -178,16 +177,6 @@ def test_prefill_compute_rate(
 ) -> None:
     policy = GemFilter(filter_layer=filter_layer, retention_rate=rate)
     assert round(policy.prefill_compute_rate(num_layers), 2) == computed
-
-
-@pytest.mark.parametrize("name", ["bart", "kosmos-2.5"])
-def test_models_that_count_columns(name: str) -> None:
-    """Their decoders would go on from the prompt's end, not from that of the chosen tokens."""
-    model, cache = builds()[name].model(), PolicyCache(GEM)
-    for _ in range(2):
-        with pytest.raises(UnsupportedModelError, match="but the model counts columns"):
-            tokens_of(model, prompt(40), cache)
-    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "opt"])

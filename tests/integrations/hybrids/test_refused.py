@@ -13,7 +13,7 @@ from kvpolicy.integrations.transformers.checking import check_model
 from kvpolicy.integrations.transformers.forward.attending import LayerAttention
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.surface import CACHE
-from kvpolicy.policies import FastKV, FullContext, GemFilter, PyramidInfer, SnapKV
+from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
 from tests.integrations.hybrids.models import (
     BY_COLUMNS,
     KINDS,
@@ -27,7 +27,6 @@ from tests.integrations.hybrids.models import (
 from tests.integrations.model.builds.catalogue import Build, builds
 from tests.integrations.model.builds.judge import Judge
 from tests.integrations.support.conversation import left_padded
-from tests.integrations.support.versions import OLD
 
 ROWS = [tokens(0, 47), tokens(1, 31)]
 
@@ -86,18 +85,6 @@ def test_drafts_are_refused_before_anything_is_read() -> None:
     assert cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [FastKV(tsp_layer=0, tsp_rate=0.5), GemFilter(filter_layer=0), PyramidInfer(min_context=8)],
-)
-def test_only_attention_can_say_what_goes_on(policy: Any) -> None:
-    message = r"must attend, but layers \[0.*layers that attend: \[1, 3\]; the nearest is 1"
-    cache = PolicyCache(policy)
-    with pytest.raises(UnsupportedModelError, match=message):
-        generate(hybrid("qwen3_next"), cache, torch.tensor(ROWS[:1]))
-    assert cache.get_seq_length() == 0
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_defaults_act_after_attention(name: str) -> None:
     parts = ModelParts(hybrid(name))
@@ -134,25 +121,6 @@ def test_a_model_whose_recurrent_layers_begin_anew() -> None:
     with pytest.raises(UnsupportedModelError, match="one token at a time"):
         generate(model, chunked, ids, prefill_chunk_size=9)
     assert chunked.get_seq_length() == 0
-
-
-def test_a_model_of_states_alone_is_refused() -> None:
-    with (
-        pytest.raises(UnsupportedModelError, match="some layer must hold keys and values"),
-        PolicyCache(SnapKV()).attached(builds()["mamba2"].model()),
-    ):
-        pass
-
-
-def test_a_model_that_keeps_its_states_itself_is_refused() -> None:
-    message = "layer must hold its state in the cache, but RecurrentGemmaDecoderLayer at 0 keeps it"
-    if OLD:  # by other words
-        message = "shows no queries"
-    with (
-        pytest.raises(UnsupportedModelError, match=message),
-        PolicyCache(SnapKV()).attached(builds()["recurrent_gemma"].model()),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("name", [name for name in BY_COLUMNS if name in builds()])

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
-from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.model.kinds import ChunkedAttention, FullAttention
 from kvpolicy.integrations.transformers.model.masks import (
@@ -22,7 +21,7 @@ from kvpolicy.integrations.transformers.model.masks import (
 )
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.temperature import Temperature
-from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
+from kvpolicy.policies import FastKV, FullContext, SnapKV
 from tests.integrations.hybrids.models import apart, generate, tokens
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.model.builds.dense import dense_logits
@@ -107,18 +106,6 @@ def test_positions_behind_a_drop_are_their_own() -> None:
     seen = seen_by(store, 0, 47)
     want = dense_logits(model, row + said[0, 47:-1].tolist(), 47, seen)
     assert apart(logits[0], want[46:]) < TOLERANCE
-
-
-def test_what_needs_the_whole_context_is_refused_behind_a_chunk() -> None:
-    model, ids = chunked(), torch.tensor(ROWS[:1])
-    for policy, message in (
-        (FastKV(tsp_layer=0), r"sees 16 of 47 tokens; layers that see all: \[1, 3\]"),
-        (GemFilter(filter_layer=1), "restarts the prefill at new positions, 16 tokens, got 47"),
-    ):
-        store = PolicyCache(policy)
-        with pytest.raises(UnsupportedModelError, match=message):
-            generate(model, store, ids)
-        assert store.get_seq_length() == 0
 
 
 def test_an_image_is_seen_whole_through_a_narrower_window() -> None:

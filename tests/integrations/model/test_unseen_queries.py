@@ -17,7 +17,6 @@ from kvpolicy.policies import (
     KeyDiff,
     KeyNorm,
     KeyNormScorer,
-    RestartPropagation,
     SinkAndRecentSelector,
     SnapKV,
     StreamingLLM,
@@ -129,36 +128,6 @@ def test_policies_that_look_at_queries(policy: str) -> None:
     assert not found.shows_queries
     assert "shows no queries" in str(found.refusal_of(looking, 1000))
     assert found.refusal_of(KeyNorm(0.4), 1000) is None
-
-
-def test_a_restart_is_refused_with_any_scorer() -> None:
-    policy = CachePolicy(
-        KeyNormScorer(),
-        SinkAndRecentSelector(0.3),
-        RestartPropagation(filter_layer=None, retention_rate=0.5),
-    )
-    with pytest.raises(UnsupportedModelError, match="it restarts the prefill"):
-        generate(built("falcon"), PolicyCache(policy), torch.tensor(ROWS[:1]))
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("bloom", "columns of keys, but BloomBlock adds alibi"),
-        ("falcon_alibi", "columns of keys, but FalconDecoderLayer adds alibi"),
-        ("mpt", "columns of keys, but MptBlock adds position_bias"),
-        ("cpmant", "columns of keys, but CpmAntTransformerBlock adds position_bias"),
-        ("prophetnet", "but ProphetNetDecoderLayer adds main_relative_position_buckets"),
-        ("big_bird", "attention_type is 'block_sparse', which attends to blocks of columns"),
-        ("openai-gpt", r"must take a cache of Transformers.* but OpenAIGPTModel does not"),
-        ("hrm_text", "whose 32 layers of keys and values are those of 8 modules"),
-    ],
-)
-def test_what_no_policy_can_be_applied_to(name: str, reason: str) -> None:
-    if name not in builds():
-        pytest.skip("not in this Transformers")
-    with pytest.raises(UnsupportedModelError, match=reason):
-        generate(built(name), PolicyCache(FullContext()), torch.tensor(ROWS[:1]))
 
 
 @pytest.mark.skipif(OLD, reason="this Transformers' BigBird attends both ways")
