@@ -22,8 +22,8 @@ from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import AdaKV, FastKV, FullContext, GemFilter, SnapKV, StreamingLLM
 from tests.integrations.hybrids.models import apart, generate, tokens
 from tests.integrations.model.builds.catalogue import Build, builds, built
+from tests.integrations.support.alone import read_two_turns
 from tests.integrations.support.conversation import left_padded
-from tests.integrations.support.two_turns import off_in_two_turns
 from tests.integrations.support.versions import OLD
 
 # An indexer in every layer; in every other, whose slots the next borrows; among sliding windows;
@@ -94,12 +94,8 @@ def rows_of(name: str) -> list[list[int]]:
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_two_turns_against_the_models_own_code(name: str, policy: str) -> None:
     """Every layer run anew on what it held: of what was evicted nothing is picked."""
-    model = built(name)
     turns = (19, 11) if name not in (*STATES, *BLOCKS) else (19, 19)  # no state skips padding
-    lens, store = [*map(len, rows_of(name))], PolicyCache(POLICIES[policy])
-    worst, effect = off_in_two_turns(model, store, lens, [*turns])
-    assert worst < TOLERANCE
-    assert (effect > 1e-2) is (policy != "full_context")
+    read_two_turns(built(name), POLICIES[policy], [*map(len, rows_of(name))], turns)
 
 
 @pytest.mark.parametrize("storage", [None, OffloadedStorage()])

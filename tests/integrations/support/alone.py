@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import FullContext
 from tests.integrations.decoding.reading import Kept, held
 from tests.integrations.fuzz.side_by_side import SideBySide
-from tests.integrations.model.builds.dense import Seen, dense_logits
+from tests.integrations.model.builds.dense import COUNTED, Seen, dense_logits
+from tests.integrations.support.comparison import Columns
+from tests.reference import random_tokens
 
 # A batch multiplies matrices otherwise than a row alone, and experts are sent other tokens then.
 TOLERANCE = 3e-4
@@ -181,9 +185,13 @@ class AloneRow:
     def _read(self, tokens: Sequence[int]) -> Tensor:
         """Reads tokens and returns the logits of those that went through all layers."""
         ids = torch.tensor([list(tokens)])
-        mask = torch.ones(1, self.seen + len(tokens), dtype=torch.int64)
+        end = self.seen + len(tokens)
+        given = {"input_ids": ids, "attention_mask": torch.ones(1, end, dtype=torch.int64)}
+        # Which `generate` gives, and without which these count from elsewhere.
+        if self.model.config.model_type in (*COUNTED, "bamba"):
+            given["position_ids"] = torch.arange(self.seen, end)[None]
         with self.cache.attached(self.model):
-            output: Any = self.model(input_ids=ids, attention_mask=mask, cache=self.cache)
+            output: Any = self.model(**given, cache=self.cache)
         self.said += tokens
         logits: Tensor = output.logits[0]
         whole = range(len(logits)) if len(logits) == len(tokens) else [len(logits) - 1]
@@ -244,6 +252,29 @@ class BesideAlone(SideBySide):
 
     def _check_report(self) -> None:
         """Nothing: bytes are counted beside the slow reference."""
+
+
+def read_two_turns(
+    model: PreTrainedModel, policy: CachePolicy, lens: Sequence[int], added: Sequence[int]
+) -> PolicyCache:
+    """Reads and answers rows in two turns, beside each alone; returns the cache of all rows.
+
+    Unless everything was kept, what was left out must matter for the last token.
+    """
+    side = BesideAlone(model, model, (), policy, None, PolicyCache(policy))  # type: ignore[arg-type]
+    for turn, counts in enumerate((lens, added)):
+        rows = [random_tokens(10 * turn + row, count) for row, count in enumerate(counts)]
+        new: Columns = [[*[None] * (max(counts) - len(row)), *row] for row in rows]
+        side.generate(new, [0] * len(rows), count=4)
+        side.check()
+    side.close()
+    found = [row.logits[row.seen] for row in side.rows]
+    whole = [dense_logits(model, row.said, row.seen)[-1] for row in side.rows]
+    apart = max(
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, whole, strict=True)
+    )
+    assert (apart > 1e-2) is (policy != FullContext())
+    return side.cache
 
 
 def assert_alike(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> None:
