@@ -17,20 +17,14 @@ Kept = list[list[list[list[int]]]]  # by row, layer and KV head
 
 @dataclass
 class Reading:
-    """What a cache gave.
+    """What a cache gave."""
 
-    Attributes:
-        cache: the cache, after the last token.
-        logits: `[batch, steps, vocab]`, of the decoded tokens.
-        kept: by the number of decoded tokens after which layers chose, and 0 for the prompt, what
-            they held.
-        most: by layer, the most entries held after any step.
-    """
-
-    cache: PolicyCache
-    logits: Tensor
+    cache: PolicyCache  # the cache, after the last token
+    logits: Tensor  # `[batch, steps, vocab]`, of the decoded tokens
+    # By the number of decoded tokens after which layers chose, and 0 for the prompt, what they
+    # held.
     kept: dict[int, Kept] = field(default_factory=dict)
-    most: list[int] = field(default_factory=list)
+    most: list[int] = field(default_factory=list)  # by layer, the most entries held after any step
 
 
 def held(cache: PolicyCache, rows: int) -> Kept:

@@ -32,22 +32,16 @@ CALLS: Counter[str] = Counter()  # of "dense" and "varlen", so that a test sees 
 
 @attrs.frozen
 class How:
-    """The settings of a call.
+    """The settings of a call."""
 
-    Attributes:
-        scale: factor on the products; None for the usual one.
-        causal: whether a query sees no key behind its own place.
-        window: how many keys before and behind its own place it sees; None or -1 for all.
-        softcap: bound of the scores; 0 for none.
-        sink: `[query_heads]`, scores that take a share of the weights and give no value.
-        multiple: of what the head dimension must be a multiple; FlashAttention 2 pads by itself.
-    """
-
-    scale: float | None
-    causal: bool
+    scale: float | None  # factor on the products; None for the usual one
+    causal: bool  # whether a query sees no key behind its own place
+    # How many keys before and behind its own place it sees; None or -1 for all.
     window: tuple[int | None, int | None]
-    softcap: float = 0.0
+    softcap: float = 0.0  # bound of the scores; 0 for none
+    # `[query_heads]`, scores that take a share of the weights and give no value.
     sink: Tensor | None = None
+    # Of what the head dimension must be a multiple; FlashAttention 2 pads by itself.
     multiple: int = 1
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, axes: int) -> None:

@@ -51,6 +51,9 @@ WITH_WINDOWS = (
     *("gpt_oss", "gemma3_text", "qwen3_windows", "llama4_text"),
     *("gemma3n_text", "gemma4_text_shared"),
 )
+COLUMNS = "attention scores must not depend on the columns of keys, but "
+SEES_ALL = "full attention if StreamingLLM.* layer 0 is of the kind "
+ROTARY = "model must have a rotary.*"
 AFTER_WINDOWS = "layers after which PyramidPropagation.* drops tokens must"
 READ_ONCE = r"rereading of KVzip\(retention_rate=0.3\) must be None"
 BORROWS = r"layers \[2\] hold a recurrent state, or no keys of their own; layers that attend: "
@@ -58,10 +61,10 @@ NEAREST = r"must attend, but layers \[0.*layers that attend: \[1, 3\]; the neare
 KEEPS = "layer must hold its state in the cache, but RecurrentGemmaDecoderLayer at 0 keeps it"
 REFUSED: list[tuple[str, CachePolicy, str]] = [
     # Whatever the policy.
-    ("bloom", FULL, "scores must not depend on the columns of keys, but BloomBlock adds alibi"),
-    ("falcon_alibi", FULL, "columns of keys, but FalconDecoderLayer adds alibi"),
-    ("mpt", FULL, "columns of keys, but MptBlock adds position_bias"),
-    ("cpmant", FULL, "columns of keys, but CpmAntTransformerBlock adds position_bias"),
+    ("bloom", FULL, COLUMNS + "BloomBlock adds alibi"),
+    ("falcon_alibi", FULL, COLUMNS + "FalconDecoderLayer adds alibi"),
+    ("mpt", FULL, COLUMNS + "MptBlock adds position_bias"),
+    ("cpmant", FULL, COLUMNS + "CpmAntTransformerBlock adds position_bias"),
     ("prophetnet", FULL, "but ProphetNetDecoderLayer adds main_relative_position_buckets"),
     ("big_bird", FULL, "attention_type is 'block_sparse', which attends to blocks of columns"),
     ("openai-gpt", FULL, r"must take a cache of Transformers.* but OpenAIGPTModel does not"),
@@ -70,18 +73,22 @@ REFUSED: list[tuple[str, CachePolicy, str]] = [
     ("mamba2", SnapKV(), "some layer must hold keys and values"),
     ("recurrent_gemma", SnapKV(), "shows no queries" if OLD else KEEPS),
     # What stands without gaps is turned.
-    ("mistral_sliding", GAPLESS, "full attention if StreamingLLM.* of the kind sliding window"),
+    ("mistral_sliding", GAPLESS, SEES_ALL + "sliding window"),
     ("qwen3_next", GAPLESS, "layer 0 is of the kind recurrent"),
     ("deepseek_v3", GAPLESS, "layer 0 is of the kind latent attention"),
     ("llama4_text_mixed", GAPLESS, "layer 0 is of the kind chunked attention"),
     ("gpt2", GAPLESS, "layer 0 gets no rotary embedding.*gapless=False"),
     ("qwen2_vl", GAPLESS, "its rotary positions have several axes"),
     # Parts that turn keys.
-    ("gpt2", TURNING, "must have a rotary.*layer 0 gets no rotary embedding"),
-    ("falcon", TURNING, "must have a rotary.*attention functions of their own"),
-    ("hunyuan_v1_dense", TURNING, "must have a rotary.*layer 0 does something else to its keys"),
+    ("gpt2", TURNING, ROTARY + "layer 0 gets no rotary embedding"),
+    ("falcon", TURNING, ROTARY + "attention functions of their own"),
+    (
+        "hunyuan_v1_dense",
+        TURNING,
+        ROTARY + "layer 0 does something else to its keys than rotating them",
+    ),
     ("deepseek_v2", turning(TurningSelector(0.5)), "must not rotate keys or read output weights"),
-    ("qwen2_vl", TURNING, "must have a rotary.*several axes"),
+    ("qwen2_vl", TURNING, ROTARY + "several axes"),
     # Second readings.
     ("gemma3n_text", KVzip(), READ_ONCE),
     ("falcon_h1", KVzip(), READ_ONCE),
@@ -90,13 +97,30 @@ REFUSED: list[tuple[str, CachePolicy, str]] = [
     ("bart", GEM, "but the model counts columns"),
     ("kosmos-2.5", GEM, "but the model counts columns"),
     ("falcon", BLIND_RESTART, "it restarts the prefill"),
-    ("llama4_text_mixed", GemFilter(filter_layer=1), "at new positions, 16 tokens, got 47"),
+    (
+        "llama4_text_mixed",
+        GemFilter(filter_layer=1),
+        "restarts the prefill at new positions, 16 tokens, got 47",
+    ),
     ("longcat_flash", GEM, "whose layers attend several times each"),
     # Answers that are bounded by queries, where attention shows none.
-    ("falcon", LOOKING_ANSWER, r"not read queries .* \[0, 1, 2, 3\]; use the rule of StreamingLLM"),
+    (
+        "falcon",
+        LOOKING_ANSWER,
+        r"must not read queries .* layers \[0, 1, 2, 3\]; use the rule of StreamingLLM",
+    ),
     # Drops after layers that cannot say what goes on, or do not see it.
     ("longcat_flash", FAST, "whose layers attend several times each"),
-    ("llama4_text_mixed", FastKV(tsp_layer=0), r"16 of 47 tokens; layers that see all: \[1, 3\]"),
+    (
+        "llama4_text_mixed",
+        FastKV(tsp_layer=0),
+        r"sees 16 of 47 tokens; layers that see all: \[1, 3\]",
+    ),
+    (
+        "gemma3_text",
+        FastKV(tsp_layer=0),
+        r"sliding window of layers \[0\] sees 16 of 47 tokens; layers that see all: \[1, 3\]",
+    ),
     (
         "hy_v4",
         FastKV(tsp_layer=2),

@@ -38,26 +38,18 @@ class Acted:
 
 @attrs.define
 class AloneRow:
-    """One row, read by a cache of its own.
+    """One row, read by a cache of its own."""
 
-    Attributes:
-        model: the model.
-        cache: the cache that reads the row.
-        every: tokens between two choices of a bounded answer; None without a bound.
-        said: the row's tokens.
-        appended: for each column since the last act, whether it is a token and not padding.
-        acts: the policy's acts.
-        kept: by number of tokens read when layers chose, what they held then; the last counts.
-        logits: by number of tokens read, the logits after them.
-    """
-
-    model: PreTrainedModel
-    cache: PolicyCache
-    every: int | None = None
-    said: list[int] = attrs.field(factory=list)
+    model: PreTrainedModel  # the model
+    cache: PolicyCache  # the cache that reads the row
+    every: int | None = None  # tokens between two choices of a bounded answer; None without a bound
+    said: list[int] = attrs.field(factory=list)  # the row's tokens
+    # For each column since the last act, whether it is a token and not padding.
     appended: list[bool] = attrs.field(factory=list)
-    acts: list[Acted] = attrs.field(factory=list)
+    acts: list[Acted] = attrs.field(factory=list)  # the policy's acts
+    # By number of tokens read when layers chose, what they held then; the last counts.
     kept: dict[int, Kept] = attrs.field(factory=dict)
+    # By number of tokens read, the logits after them.
     logits: dict[int, Tensor] = attrs.field(factory=dict)
 
     @property

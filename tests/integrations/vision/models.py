@@ -60,47 +60,32 @@ _QWEN_TOKENS = {
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """How to build one family's tiny model, and how its processor lays out an image.
+    """How to build one family's tiny model, and how its processor lays out an image."""
 
-    Attributes:
-        model_type: Transformers' name of the architecture.
-        text: options of the decoder's configuration, beside and before the common ones.
-        tower: options of the image encoder's configuration.
-        options: of the outer configuration.
-        side: patches along one side of an image, before they are merged; None where images have
-            grids of their own.
-        patch: pixels along one side of a patch.
-        merge: patches along one side that become one token.
-        around: tokens before and after those of an image.
-        leads: whether images stand before all text.
-        both_ways: whose tokens see each other both ways.
-        types: name of the input that says which tokens are images' (or, with a prompt that attends
-            both ways, an answer's), if there is one.
-        axes: of the position ids that the rotary embedding reads.
-        first: position of the first token.
-        windows: by layer, tokens that a sliding layer sees.
-        drops_after: the layer after which tests drop tokens.
-        second_image: whether `generate` takes an image in a later turn.
-        scale: gain of the projections to queries and to keys.
-    """
-
-    model_type: str
+    model_type: str  # Transformers' name of the architecture
+    # Options of the decoder's configuration, beside and before the common ones.
     text: dict[str, Any]
-    tower: dict[str, Any]
-    options: dict[str, Any] = field(default_factory=dict)
+    tower: dict[str, Any]  # options of the image encoder's configuration
+    options: dict[str, Any] = field(default_factory=dict)  # of the outer configuration
+    # Patches along one side of an image, before they are merged; None where images have grids of
+    # their own.
     side: int | None = 10
-    patch: int = 4
-    merge: int = 2
+    patch: int = 4  # pixels along one side of a patch
+    merge: int = 2  # patches along one side that become one token
+    # Tokens before and after those of an image.
     around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    leads: bool = False
+    leads: bool = False  # whether images stand before all text
+    # Whose tokens see each other both ways.
     both_ways: Literal["nothing", "image", "prompt"] = "nothing"
+    # Name of the input that says which tokens are images' (or, with a prompt that attends both
+    # ways, an answer's), if there is one.
     types: Literal["token_type_ids", "mm_token_type_ids"] | None = None
-    axes: Literal[1, 3] = 1
-    first: int = 0
-    windows: tuple[int | None, ...] = (None,) * 4
-    drops_after: int = 1
-    second_image: bool = True
-    scale: float = SCALE
+    axes: Literal[1, 3] = 1  # of the position ids that the rotary embedding reads
+    first: int = 0  # position of the first token
+    windows: tuple[int | None, ...] = (None,) * 4  # by layer, tokens that a sliding layer sees
+    drops_after: int = 1  # the layer after which tests drop tokens
+    second_image: bool = True  # whether `generate` takes an image in a later turn
+    scale: float = SCALE  # gain of the projections to queries and to keys
 
     def build(self, seed: int = 0, *, attn_implementation: str = "sdpa") -> PreTrainedModel:
         """Builds the model, float32, in evaluation mode, without an end-of-sequence token.

@@ -153,16 +153,13 @@ class _Masked(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Seen:
-    """What one layer sees of a row.
+    """What one layer sees of a row."""
 
-    Attributes:
-        keys: bool `[kv_heads, len, len]`, whether the query of a row sees the key of a column; None
-            where it sees all that the model lets it.
-        tokens: bool `[len]`, those that reach the layer. Only a layer's states, or its indexer,
-            take these from here; elsewhere the keys of others are not seen.
-    """
-
+    # Bool `[kv_heads, len, len]`, whether the query of a row sees the key of a column; None where
+    # it sees all that the model lets it.
     keys: Tensor | None
+    # Bool `[len]`, those that reach the layer. Only a layer's states, or its indexer, take these
+    # from here; elsewhere the keys of others are not seen.
     tokens: Tensor
 
 

@@ -37,29 +37,21 @@ TILED = ("jetmoe",)
 
 @dataclass
 class Verdict:
-    """What became of one model.
+    """What became of one model."""
 
-    Attributes:
-        name: of the build.
-        outcome: right, refused, late (refused after something was computed), wrong, error,
-            unjudged or unbuilt.
-        reason: why, if not right.
-        policies: outcome and reason by policy and batch.
-        own: how far the model's own cache is from its dense attention, by batch.
-        like_own: how far the library, keeping everything, is from the model's own cache, by batch;
-            only where that is not what dense attention gives.
-        effect: largest change of the logits by what was not seen, relative to their size.
-        seconds: for all of it.
-    """
-
-    name: str
+    name: str  # of the build
+    # Right, refused, late (refused after something was computed), wrong, error, unjudged or
+    # unbuilt.
     outcome: str = "right"
-    reason: str = ""
-    policies: dict[str, str] = field(default_factory=dict)
+    reason: str = ""  # why, if not right
+    policies: dict[str, str] = field(default_factory=dict)  # outcome and reason by policy and batch
+    # How far the model's own cache is from its dense attention, by batch.
     own: dict[str, float | str] = field(default_factory=dict)
+    # How far the library, keeping everything, is from the model's own cache, by batch; only where
+    # that is not what dense attention gives.
     like_own: dict[str, float | str] = field(default_factory=dict)
-    effect: float = 0.0
-    seconds: float = 0.0
+    effect: float = 0.0  # largest change of the logits by what was not seen, relative to their size
+    seconds: float = 0.0  # for all of it
 
 
 def _tokens(seed: int, count: int) -> list[int]:
