@@ -37,6 +37,7 @@ from kvpolicy.policies import (
     SnapKV,
     StreamingLLM,
 )
+from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.support.conversation import left_padded, prompt
 from tests.integrations.support.reading import assert_same_positions, marks_on
 from tests.integrations.test_use import tokens_of
@@ -480,10 +481,11 @@ def test_a_conversation_padded_anew(model: PreTrainedModel) -> None:
     tokens_of(model, whole, cache, attention_mask=whole_mask)
 
 
-@pytest.mark.filterwarnings("ignore:.*checkpoint")
-def test_gradient_checkpointing() -> None:
+@pytest.mark.filterwarnings("ignore:.*checkpoint", "ignore:.*gradient_checkpointing")
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_gradient_checkpointing(name: str) -> None:
     """Its layers drop the cache from their arguments."""
-    other = tiny_model("llama", seed=1)
+    other = builds()[name].model()
     other.gradient_checkpointing_enable()
     other.train()
     cache = PolicyCache(SnapKV(0.3))

@@ -13,7 +13,6 @@ from tests.integrations.hybrids.models import generate, tokens
 from tests.integrations.model.builds.catalogue import Build, builds, built
 from tests.integrations.support.alone import read_two_turns
 from tests.integrations.support.conversation import left_padded
-from tests.integrations.support.own_beams import assert_beams_are_dense
 
 # Positions from 0, from behind the padding id, with a norm behind the module of the layers.
 FAMILIES = ("bert", "roberta", "xlm-roberta-xl", "electra")
@@ -29,11 +28,6 @@ POLICIES: dict[str, CachePolicy] = {
 def test_two_turns_of_padded_rows(name: str, policy: str) -> None:
     store = read_two_turns(built(name), POLICIES[policy], [40, 23], [9, 21])
     assert bool(store.propagated) is (policy == "fastkv")
-
-
-@pytest.mark.parametrize("name", ["bert", "roberta"])
-def test_beams(name: str) -> None:
-    assert_beams_are_dense(built(name), torch.tensor(ROWS[:1]))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy, LayerContext, registered
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
@@ -30,7 +30,8 @@ from kvpolicy.policies import (
     PyramidInfer,
     TokenSelectivePropagation,
 )
-from tests.families import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE
+from tests.families import FAMILIES, VOCAB_SIZE
+from tests.integrations.support.conversation import left_padded
 from tests.integrations.support.versions import NO_QUERIES
 from tests.reference.dense import Act
 from tests.reference.family_dense import family_logits
@@ -65,8 +66,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 ROWS = [tokens(row, length) for row, length in enumerate(LENS)]
-IDS = torch.tensor([[PAD_TOKEN_ID] * (LENS[0] - len(row)) + row for row in ROWS])
-MASK = torch.tensor([[0] * (LENS[0] - len(row)) + [1] * len(row) for row in ROWS])
+IDS, MASK = left_padded(ROWS)
 
 
 def generate(model: PreTrainedModel, store: Any) -> Any:
@@ -177,14 +177,6 @@ def test_every_policy_gives_what_dense_attention_gives(family: str, name: str) -
         want = expected_logits(eager, store, row, said)
         difference = float((found[row] - want).abs().max())
         assert difference < TOLERANCE * max(1.0, float(want.abs().max())), (name, row)
-
-
-@pytest.mark.parametrize("family", SUPPORTED)
-def test_keeping_everything_is_the_familys_own_cache(family: str) -> None:
-    model = model_of(family)
-    own = generate(model, DynamicCache(config=model.config))
-    found = generate(model, PolicyCache(registered("policy")["full_context"]()))
-    assert torch.equal(found.sequences, own.sequences)
 
 
 @pytest.mark.parametrize(

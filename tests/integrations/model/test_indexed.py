@@ -19,7 +19,7 @@ from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.surface import CACHE
-from kvpolicy.policies import AdaKV, FastKV, FullContext, GemFilter, SnapKV, StreamingLLM
+from kvpolicy.policies import AdaKV, FastKV, FullContext, SnapKV, StreamingLLM
 from tests.integrations.hybrids.models import apart, generate, tokens
 from tests.integrations.model.builds.catalogue import Build, builds, built
 from tests.integrations.support.alone import read_two_turns
@@ -206,22 +206,6 @@ def test_plain_calls_while_a_cache_is_attached(name: str, implementation: str | 
 def test_a_cache_that_is_not_attached(name: str) -> None:
     with pytest.raises(NotAttachedError, match="cache must be attached"):
         built(name)(torch.tensor(ROWS[:1]), **{CACHE: PolicyCache(SNAPKV)})
-
-
-# One has windows, one counts blocks of columns.
-UNRESTARTED = ("dots3_note_text", "minimax_m3_vl_text_sparse")
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name not in UNRESTARTED])
-def test_a_restart_is_a_prefill_of_what_is_left(name: str) -> None:
-    """In the first pass index keys are made as well, of which nothing stays."""
-    model, store = built(name), PolicyCache(GemFilter(retention_rate=0.5))
-    _, logits = generate(model, store, torch.tensor(ROWS[:1]))
-    assert all(layer.positions.shape[2] == 23 + 3 for layer in indexed(store).values())
-    left = store.layers[1].positions[0, 0, :23].tolist()
-    rest = torch.tensor([[ROWS[0][place] for place in left]])
-    _, want = generate(model, DynamicCache(config=model.config), rest)
-    torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.skipif("hy_v4" not in FAMILY_NAMES, reason="no such model yet")

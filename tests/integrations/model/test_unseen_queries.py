@@ -27,7 +27,6 @@ from tests.integrations.model.builds.catalogue import Build, builds, built
 from tests.integrations.model.builds.judge import Judge
 from tests.integrations.support.alone import read_two_turns
 from tests.integrations.support.conversation import left_padded
-from tests.integrations.support.own_beams import assert_beams_are_dense
 from tests.integrations.support.versions import NO_QUERIES, OLD
 
 # Of one key head for all queries, of one for each; windows in columns; one mask for all heads.
@@ -87,10 +86,6 @@ def test_evicted_keys_are_freed() -> None:
     config: Any = model.config
     head = config.hidden_size // config.num_attention_heads
     assert [layer.nbytes() for layer in store.layers] == [2 * 10 * head * 4] * 4
-
-
-def test_beams() -> None:
-    assert_beams_are_dense(built("falcon"), torch.tensor(ROWS[:1]))
 
 
 @pytest.mark.skipif(OLD, reason="this Transformers cuts the masks of later chunks wrongly")

@@ -5,22 +5,21 @@ What sets a family apart is on: two grids for position ids of three axes, featur
 after the first layers, windows smaller than an image, images that attend both ways.
 """
 
-import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.integrations.model.builds.weights import SCALE, fill
 
 VOCAB_SIZE = 97
 PAD, IMAGE, VIDEO, BEGIN, END, GLOBAL = 0, 90, 91, 92, 93, 94
 # What a text may consist of; the others say where images stand.
 FIRST_SPECIAL = 90
 WINDOW = 20
-SCALE = 1.8
 
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -105,7 +104,7 @@ class VisionFamily:
             model = AutoModelForImageTextToText.from_config(
                 config, attn_implementation=attn_implementation
             )
-        _fill(model, torch.Generator().manual_seed(seed), self.scale)
+        fill(model, torch.Generator().manual_seed(seed), self.scale)
         cast(Any, model).lm_head.weight.data[FIRST_SPECIAL:] = 0
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = PAD
@@ -238,29 +237,3 @@ FAMILIES: dict[str, VisionFamily] = {
         second_image=False,
     ),
 }
-
-_QUERIES_AND_KEYS = ("q_proj", "k_proj")
-_OUTPUTS = ("o_proj", "lm_head")
-
-
-@torch.no_grad()
-def _fill(model: nn.Module, generator: torch.Generator, scale: float) -> None:
-    """Overwrites every parameter with draws whose spread depends on what the parameter is for."""
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            draw = torch.randn(parameter.shape, generator=generator)
-            path = f"{prefix}.{name}"
-            if isinstance(module, nn.Embedding):
-                draw = draw / float(getattr(module, "embed_scale", 1.0))
-            elif ".q_norm" in path or ".k_norm" in path:  # these set the size of both
-                draw = parameter + (scale - 1) + 0.1 * scale * draw
-            elif parameter.ndim == 1 or "norm" in path:
-                draw = parameter + (0.1 if "norm" in path else 0.3) * draw
-            else:
-                gain = scale if any(each in path for each in _QUERIES_AND_KEYS) else 1.0
-                gain = 1.5 if any(each in path for each in _OUTPUTS) else gain
-                # A convolution has further axes of inputs. One projection stands transposed.
-                inputs = parameter[0].numel()
-                inputs = parameter.shape[0] if "mm_input_projection" in name else inputs
-                draw = draw * gain / math.sqrt(inputs)
-            parameter.copy_(draw)

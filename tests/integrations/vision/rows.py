@@ -8,7 +8,7 @@ from .models import FAMILIES
 from .prompts import Part, Picture, words
 
 # Where 1 gives a choice that is a near tie.
-SEEDS = {"gemma3": 2, "internvl": 2}
+SEEDS = {"gemma3": 2, "qwen2_5_vl": 2}
 
 
 @cache

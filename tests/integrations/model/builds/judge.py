@@ -18,6 +18,7 @@ from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM, TokenSelectivePropagation
 from tests.integrations.model.builds.dense import Seen, UnjudgedError, dense_logits
 from tests.integrations.model.builds.sizes import FIRST_SPECIAL_ID, WINDOW
+from tests.integrations.support.conversation import left_padded
 
 LENS = (47, 31)
 DECODED = 6
@@ -66,9 +67,7 @@ BATCHES = {"single": ROWS[:1], "padded": ROWS}
 
 def generate(model: PreTrainedModel, rows: list[list[int]], store: Any = None) -> Any:
     """Generates `1 + DECODED` tokens greedily behind left-padded rows."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    ids, mask = left_padded(rows)
     given = {} if store is None else {CACHE: store}
     return model.generate(
         ids,
