@@ -331,10 +331,7 @@ def test_a_models_own_settings_that_contradict(
 ) -> None:
     ((name, value),) = setting.items()
     monkeypatch.setattr(model.generation_config, name, value)
-    with (
-        apply_policy(model, SnapKV(0.3)),
-        pytest.raises(UnsupportedGenerationError, match=name),
-    ):
+    with apply_policy(model, SnapKV(0.3)), pytest.raises(UnsupportedGenerationError, match=name):
         generate(model)
 
 

@@ -259,10 +259,7 @@ def test_other_threads_do_not_read_a_cache_that_is_written(llama: PreTrainedMode
 @pytest.mark.parametrize("layer", [0, 2])
 @pytest.mark.parametrize("policy", [POLICIES["snapkv"], POLICIES["adakv"]])
 def test_an_interrupted_token_is_forgotten(
-    llama: PreTrainedModel,
-    layer: int,
-    policy: CachePolicy,
-    begun: list[bool],
+    llama: PreTrainedModel, layer: int, policy: CachePolicy, begun: list[bool]
 ) -> None:
     prompt = random_tokens(1, 40, seed=2)
     tokens, logits = answer(llama, prompt, PolicyCache(policy), 14)

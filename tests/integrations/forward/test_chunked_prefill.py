@@ -311,10 +311,6 @@ def test_generate_cuts_no_embeddings(name: str, ids: Tensor | None) -> None:
         UnsupportedGenerationError, match="prefill_chunk_size must be None with inp"
     ):
         model.generate(
-            ids,
-            inputs_embeds=embeds,
-            cache=cache,
-            prefill_chunk_size=13,
-            max_new_tokens=2,
+            ids, inputs_embeds=embeds, cache=cache, prefill_chunk_size=13, max_new_tokens=2
         )
     assert not cache.get_seq_length()

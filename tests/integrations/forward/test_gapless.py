@@ -194,10 +194,7 @@ def test_in_half_precision_turning_again_and_again_stays_near() -> None:
             {"selector": CriticalSelector(AdaptiveHeadSelector())},
         ),
         ("restarts the prefill", {"propagation": RestartPropagation(window_size=8)}),
-        (
-            "decoding must be None if gapless",
-            {"decoding": SnapKV(decoding=64).decoding},
-        ),
+        ("decoding must be None if gapless", {"decoding": SnapKV(decoding=64).decoding}),
         ("rereading must be None if gapless", {"rereading": KVzip().rereading}),
     ],
 )

@@ -28,11 +28,7 @@ from kvpolicy.policies import (
 )
 from tests.integrations.support.conversation import left_padded, prompt
 from tests.integrations.support.reading import read
-from tests.reference import (
-    FAMILIES,
-    random_tokens,
-    tiny_model,
-)
+from tests.reference import FAMILIES, random_tokens, tiny_model
 
 KEEP_EVERYTHING = [
     FullContext(),

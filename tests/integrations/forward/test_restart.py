@@ -12,11 +12,7 @@ from kvpolicy import CachePolicy, LayerContext, PropagationPolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.layer_inputs import AttentionSettings
-from kvpolicy.policies import (
-    GemFilter,
-    KeepAllSelector,
-    LastQueryProductScorer,
-)
+from kvpolicy.policies import GemFilter, KeepAllSelector, LastQueryProductScorer
 from kvpolicy.selection import compress
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.support.conversation import left_padded, prompt

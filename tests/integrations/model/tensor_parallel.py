@@ -186,10 +186,7 @@ def go_on_from_a_file(model: PreTrainedModel, folder: Path) -> None:
         for each in (cache, own)
     ]
     assert torch.equal(*found)
-    with (
-        pytest.raises(ValueError, match="got another one"),
-        other.attached(model),
-    ):
+    with pytest.raises(ValueError, match="got another one"), other.attached(model):
         pass
 
 

@@ -13,12 +13,7 @@ from transformers import PreTrainedModel
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.model.kinds import ChunkedAttention, FullAttention
-from kvpolicy.integrations.transformers.model.masks import (
-    Chunk,
-    Spans,
-    Visibility,
-    first_seen,
-)
+from kvpolicy.integrations.transformers.model.masks import Chunk, Spans, Visibility, first_seen
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.policies import FastKV, FullContext, SnapKV

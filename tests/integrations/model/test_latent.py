@@ -16,14 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache, QuantizedStorage
 from kvpolicy.integrations.transformers.surface import CACHE
-from kvpolicy.policies import (
-    AdaKV,
-    FastKV,
-    FullContext,
-    KeyNorm,
-    SnapKV,
-    StreamingLLM,
-)
+from kvpolicy.policies import AdaKV, FastKV, FullContext, KeyNorm, SnapKV, StreamingLLM
 from tests.families import FAMILIES
 from tests.integrations.forward.test_static import Counting, everywhere
 from tests.integrations.model.builds.catalogue import builds

@@ -182,11 +182,7 @@ def test_an_empty_cache_and_tokens_that_were_appended() -> None:
     with torch.no_grad(), store.attached(llama()):
         llama()(torch.tensor([[7]]), cache=store)
     (line, *_) = store.report().layers
-    assert (line.kept, line.padding_bytes, line.held_bytes) == (
-        9.0,
-        0,
-        18 * SLOT_BYTES,
-    )
+    assert (line.kept, line.padding_bytes, line.held_bytes) == (9.0, 0, 18 * SLOT_BYTES)
 
 
 def test_the_table_shows_padding_in_80_columns() -> None:

@@ -108,11 +108,7 @@ class Row(ReferenceState):
         return False
 
     def _layer(
-        self,
-        layer_idx: int,
-        hidden: Tensor,
-        positions: Sequence[int],
-        rotary: Sequence[int],
+        self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
         """Runs one layer as in `ReferenceState`, but with the layer's sliding window."""
         window = self.windows[layer_idx]

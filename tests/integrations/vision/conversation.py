@@ -40,10 +40,7 @@ class Talk:
 
 
 def converse(
-    family: VisionFamily,
-    model: PreTrainedModel,
-    store: Any,
-    prompts: Sequence[Sequence[Part]],
+    family: VisionFamily, model: PreTrainedModel, store: Any, prompts: Sequence[Sequence[Part]]
 ) -> Talk:
     """Reads every row's prompts one after another, each with all that was said before."""
     talk = Talk([[] for _ in prompts], [])
