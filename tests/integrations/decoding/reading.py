@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
+from tests.integrations.model.builds.dense import Seen, seen_of
 from tests.integrations.support.conversation import left_padded
 
 Kept = list[list[list[list[int]]]]  # by row, layer and KV head
@@ -38,6 +39,10 @@ def held(cache: PolicyCache, rows: int) -> Kept:
         ]
         for row in range(rows)
     ]
+
+
+def seen_at_every_step(kept: dict[int, Kept], row: int, prompt_len: int, length: int) -> list[Seen]:
+    return seen_of({prompt_len + step: each[row] for step, each in kept.items()}, length)
 
 
 @torch.no_grad()

@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import H2O, RKV, KeyDiff, SnapKV, StreamingLLM
-from tests.integrations.decoding.reading import Kept, held, read
+from tests.integrations.decoding.reading import Kept, held, read, seen_at_every_step
 from tests.integrations.decoding.rules import bounded
-from tests.integrations.decoding.seen import seen_at_every_step
 from tests.integrations.hybrids.models import apart, generate, hybrid
 from tests.integrations.hybrids.models import tokens as random_ids
 from tests.integrations.model.builds.catalogue import builds

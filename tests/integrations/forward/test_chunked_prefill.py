@@ -37,6 +37,7 @@ from tests.integrations.support.conversation import (
     assert_as_reference,
     left_padded,
     run_conversation,
+    run_turn,
 )
 from tests.integrations.test_generation import CHUNKS_GO_ON
 from tests.reference import random_tokens, tiny_model
@@ -161,18 +162,8 @@ def one_turn(
     **how: Any,
 ) -> Tensor:
     ids, mask = left_padded([random_tokens(row, LONG.first[row]) for row in rows])
-    output: Any = model.generate(
-        ids,
-        attention_mask=mask,
-        cache=PolicyCache(policy),
-        max_new_tokens=4,
-        do_sample=False,
-        prefill_chunk_size=chunk,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **how,
-    )
-    return torch.stack(output.logits)
+    store = PolicyCache(policy)
+    return run_turn(model, store, ids, mask, 3, prefill_chunk_size=chunk, **how).logits
 
 
 PROMPT = torch.tensor([random_tokens(0, 50)])

@@ -19,7 +19,7 @@ from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FullContext
 from tests.integrations.decoding.reading import Kept, held
 from tests.integrations.fuzz.side_by_side import SideBySide
-from tests.integrations.model.builds.dense import COUNTED, Seen, dense_logits
+from tests.integrations.model.builds.dense import COUNTED, Seen, dense_logits, seen_of
 from tests.integrations.support.comparison import Columns
 from tests.reference import random_tokens
 
@@ -137,32 +137,22 @@ class AloneRow:
 
     def _seen(self, places: dict[int, int]) -> list[Seen]:
         """Returns, for each layer, which keys every token sees; `places` are those of positions."""
-        length = len(places)
-        reaching, layers = torch.ones(length, dtype=torch.bool), list[Seen]()
+        kept = {
+            self._place(count, places): [
+                [[places[each] for each in head] for head in layer] for layer in rows[0]
+            ]
+            for count, rows in self.kept.items()
+        }
         restarts = self.cache.policy.propagation.restarts
-        for index, layer in enumerate(self.cache.layers):
-            keys = None
-            if layer.producer is not None:  # sees what reached that layer
-                keys = layers[layer.producer].keys
-            elif layer.positions is not None:
-                heads = layer.positions.shape[1]
-                keys = torch.ones(heads, length, length, dtype=torch.bool)
-                for act in self.acts:
-                    own = slice(self._place(act.start, places), self._place(act.end, places))
-                    keys[:, own, own] &= reaching[own]
-                for count, kept in sorted(self.kept.items()):
-                    end = self._place(count, places)
-                    keys[:, end:, :end] = False
-                    for head, positions in enumerate(kept[0][index]):
-                        keys[head, end:, [places[each] for each in positions]] = True
-                keys |= torch.eye(length, dtype=torch.bool)
-            layers.append(Seen(keys, reaching))
-            reaching = reaching.clone()
-            for act in self.acts if not restarts else ():
-                if index in act.passed:
-                    reaching[act.start : act.end] = False
-                    reaching[act.passed[index]] = True
-        return layers
+        passed = [
+            (
+                slice(self._place(act.start, places), self._place(act.end, places)),
+                {} if restarts else act.passed,
+            )
+            for act in self.acts
+        ]
+        producers = [layer.producer for layer in self.cache.layers]
+        return seen_of(kept, len(places), passed, producers)
 
     @staticmethod
     def _place(position: int, places: dict[int, int]) -> int:
