@@ -88,7 +88,6 @@ REFUSED: list[tuple[str, CachePolicy, str]] = [
         ROTARY + "layer 0 does something else to its keys than rotating them",
     ),
     ("deepseek_v2", turning(TurningSelector(0.5)), "must not rotate keys or read output weights"),
-    ("qwen2_vl", TURNING, ROTARY + "several axes"),
     # Second readings.
     ("gemma3n_text", KVzip(), READ_ONCE),
     ("falcon_h1", KVzip(), READ_ONCE),

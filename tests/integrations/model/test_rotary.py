@@ -297,6 +297,14 @@ def test_half_precision() -> None:
         torch.testing.assert_close(turned, keys, atol=0.1, rtol=0.03)
 
 
+def test_several_axes_are_refused() -> None:
+    model = FAMILIES["llama"].build()
+    model.config.rope_parameters["mrope_section"] = [1, 1, 2]
+    policy = CachePolicy(TurnedBackScorer(), GQAGroupSelector(0.5), PassAllPropagation())
+    with pytest.raises(UnsupportedModelError, match="several axes"):
+        read(model, PolicyCache(policy), 0, 30)
+
+
 def test_positions_of_the_callers_are_refused() -> None:
     model = build("llama")
     policy = CachePolicy(TurnedBackScorer(), GQAGroupSelector(0.5), PassAllPropagation())
