@@ -202,19 +202,20 @@ USES: dict[str, Callable[[PolicyCache], Any]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("error", [RuntimeError, Interrupted])
-@pytest.mark.parametrize("turn", [False, True], ids=["append", "turn"])
+@pytest.mark.parametrize("before", ["nothing", "tokens", "a turn"])
 @pytest.mark.parametrize("use", USES)
 def test_whatever_is_done_first_after_a_failure(
-    model: PreTrainedModel, use: str, turn: bool, error: type[BaseException]
+    model: PreTrainedModel, use: str, before: str, error: type[BaseException]
 ) -> None:
     """The forwards after it are as if it had not been; as is what is told, but for Ctrl-C."""
     results: list[list[Any]] = []
     for fails in (False, True):
         cache = PolicyCache(SnapKV(retention_tokens=12))
         with cache.attached(model):
-            model(prompt(40), cache=cache)
-            model(prompt(3, 2), cache=cache)
-            if turn and use != "crop":
+            if before != "nothing" or use == "crop":
+                model(prompt(40), cache=cache)
+                model(prompt(3, 2), cache=cache)
+            if before == "a turn" and use != "crop":
                 cache.start_turn()
             if fails:
                 half_done(model, cache, prompt(20, 4), error)
