@@ -27,7 +27,7 @@ from kvpolicy.policies import FastKV, FullContext, SnapKV
 from tests.integrations.lm_eval.support import char_tokenizer, documents
 from tests.integrations.support.conversation import left_padded
 from tests.integrations.support.reading import marks_on
-from tests.integrations.test_surroundings import adapted, with_lora
+from tests.integrations.test_surroundings import with_lora
 from tests.reference import random_tokens, tiny_model
 
 POLICIES: dict[str, CachePolicy] = {
@@ -198,13 +198,6 @@ def test_peft(outside: bool) -> None:
     assert len(applied.reports) == 2
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-def test_prefix_tuning_is_refused() -> None:
-    wrapped = adapted(tiny_model("llama", seed=1), "PrefixTuningConfig", num_virtual_tokens=5)
-    with pytest.raises(UnsupportedModelError, match="must not be PREFIX_TUNING"):
-        apply_policy(wrapped, SnapKV(0.3))
-
-
 # Models, copies, threads
 
 
@@ -338,10 +331,7 @@ def test_a_models_own_settings_that_contradict(
 ) -> None:
     ((name, value),) = setting.items()
     monkeypatch.setattr(model.generation_config, name, value)
-    with (
-        apply_policy(model, SnapKV(0.3)),
-        pytest.raises(UnsupportedGenerationError, match=name),
-    ):
+    with apply_policy(model, SnapKV(0.3)), pytest.raises(UnsupportedGenerationError, match=name):
         generate(model)
 
 

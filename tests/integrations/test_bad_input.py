@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
     DynamicCache,
-    FalconConfig,
-    FalconForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -41,6 +37,7 @@ from kvpolicy.policies import (
     SnapKV,
     StreamingLLM,
 )
+from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.support.conversation import left_padded, prompt
 from tests.integrations.support.reading import assert_same_positions, marks_on
 from tests.integrations.test_use import tokens_of
@@ -70,16 +67,12 @@ def usable(model: PreTrainedModel) -> Any:
 
 
 def test_unattached(model: PreTrainedModel, usable: PolicyCache) -> None:
-    with pytest.raises(NotAttachedError, match=r"cache\.attached\(model\)"):
-        model(prompt(3), **{CACHE: usable})
-
-
-def test_a_fresh_cache_unattached(model: PreTrainedModel) -> None:
-    cache = PolicyCache(FASTKV)
-    with pytest.raises(NotAttachedError):
-        model(prompt(60), **{CACHE: cache})
-    assert cache.get_seq_length() == 0
-    assert len(tokens_of(model, prompt(60), cache)[0]) == 7
+    fresh = PolicyCache(FASTKV)
+    for cache in (usable, fresh):
+        with pytest.raises(NotAttachedError, match=r"cache\.attached\(model\)"):
+            model(prompt(3), **{CACHE: cache})
+    assert fresh.get_seq_length() == 0
+    assert len(tokens_of(model, prompt(60), fresh)[0]) == 7
 
 
 NO_PADDING = "must not turn tokens already read into padding"
@@ -168,7 +161,6 @@ def test_a_mask_that_revives_padding(model: PreTrainedModel) -> None:
         ({"dola_layers": "low"}, "got dola_generation"),
         ({"prompt_lookup_num_tokens": 3, "output_attentions": True}, "output_attentions must be"),
         ({"prompt_lookup_num_tokens": 3, "output_hidden_states": True}, "so must output_hidden"),
-        ({"use_cache": False}, "use_cache must be True"),
         ({"custom_generate": lambda model, **_: None}, "custom_generate must be None unless"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -187,45 +179,29 @@ def test_a_mode_in_the_models_own_generation_config(usable: PolicyCache) -> None
         other.generate(prompt(80), cache=usable, max_new_tokens=3)
 
 
+NO_INT = "tokens_to_remove must be an int"
+NO_ROWS = (
+    *([0], None, torch.tensor([0.5]), torch.tensor(0)),
+    *(torch.tensor([0], dtype=torch.uint8), torch.tensor([0], dtype=torch.complex64)),
+)
+
+
 @pytest.mark.parametrize(
-    ("use", "error", "message"),
+    ("use", "given", "error", "message"),
     [
-        (
-            lambda cache: cache.start_turn(prompt_len=0),
-            ValueError,
-            "prompt_len must be at least 1, got 0",
-        ),
-        (lambda cache: cache.start_turn(prompt_len=2.0), TypeError, "prompt_len must be an int"),
-        *(
-            (
-                lambda cache, count=count: cache.crop(count),
-                TypeError,
-                "tokens_to_remove must be an int",
-            )
-            for count in (-2.0, None, "x", True)
-        ),
-        *(
-            (lambda cache, rows=rows: cache.reorder_cache(rows), TypeError, "rows must be")
-            for rows in (
-                [0],
-                None,
-                torch.tensor([0.5]),
-                torch.tensor(0),
-                torch.tensor([0], dtype=torch.uint8),
-                torch.tensor([0], dtype=torch.complex64),
-            )
-        ),
-        *(
-            (lambda cache, rows=rows: cache.reorder_cache(rows), ValueError, "rows must be")
-            for rows in (torch.tensor([True]), torch.tensor([], dtype=torch.int64))
-        ),
+        ("start_turn", 0, ValueError, "prompt_len must be at least 1, got 0"),
+        ("start_turn", 2.0, TypeError, "prompt_len must be an int"),
+        *(("crop", count, TypeError, NO_INT) for count in (-2.0, None, "x", True)),
+        *(("reorder_cache", rows, TypeError, "rows must be") for rows in NO_ROWS),
+        ("reorder_cache", torch.tensor([True]), ValueError, "rows must be"),
+        ("reorder_cache", torch.tensor([], dtype=torch.int64), ValueError, "rows must be"),
     ],
 )
 def test_numbers_and_rows_that_are_none(
-    usable: PolicyCache, use: Any, error: type[Exception], message: str
+    usable: PolicyCache, use: str, given: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        use(usable)
+        usable.start_turn(prompt_len=given) if use == "start_turn" else getattr(usable, use)(given)
 
 
 @pytest.mark.parametrize("rows", [[1], [-1], [0, 10**12]], ids=str)
@@ -262,15 +238,23 @@ def test_layer_outside_the_model(model: PreTrainedModel) -> None:
 
 
 def test_another_model(model: PreTrainedModel, usable: PolicyCache) -> None:
-    deeper = tiny_model("llama", seed=1, num_layers=6)
-    with pytest.raises(ValueError, match="model must have the 4 layers"):
-        tokens_of(deeper, conversation(usable, 30), usable)
+    deeper, other = tiny_model("llama", seed=1, num_layers=6), tiny_model("llama", seed=2)
+    for wrong, message in (
+        (deeper, "model must have the 4 layers"),
+        (other, "model must be the one that filled the cache"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tokens_of(wrong, conversation(usable, 30), usable)
     with (
         usable.attached(model),
         pytest.raises(ValueError, match="the one the cache is attached to"),
         usable.attached(deeper),
     ):
         pass
+    usable_again = PolicyCache(FASTKV)
+    tokens_of(model, prompt(60), usable_again)
+    usable_again.reset()
+    tokens_of(other, prompt(60), usable_again)
 
 
 @pytest.mark.parametrize("policy", [None, "fastkv", FastKV], ids=str)
@@ -346,32 +330,14 @@ def test_positions_that_are_stretched() -> None:
         PolicyCache(SnapKV(0.1), max_new_tokens=2049).attached(yarn).__enter__()
 
 
-def unsupported_models() -> dict[str, tuple[Any, str]]:
-    falcon = FalconConfig(
-        vocab_size=97, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, alibi=False
-    )
-    bloom = BloomConfig(vocab_size=97, hidden_size=16, n_layer=2, n_head=2)
+def test_an_encoder_decoder() -> None:
     t5 = T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
-    return {
-        "own attention": (FalconForCausalLM(falcon), "shows no queries: it reads queries"),
-        "counting in columns": (BloomForCausalLM(bloom), "but BloomBlock adds alibi to them"),
-        "encoder-decoder": (T5ForConditionalGeneration(t5), "must be decoder-only"),
-    }
-
-
-@pytest.mark.parametrize("name", unsupported_models())
-def test_models_without_a_structure_that_can_be_reached(name: str) -> None:
-    other, message = unsupported_models()[name]
-    cache = PolicyCache(FASTKV)
-    with pytest.raises(UnsupportedModelError, match=message):
-        other.generate(prompt(30), cache=cache, max_new_tokens=2)
-    with pytest.raises(UnsupportedModelError, match=message), cache.attached(other):
+    model, cache = T5ForConditionalGeneration(t5), PolicyCache(FASTKV)
+    with pytest.raises(UnsupportedModelError, match="must be decoder-only"):
+        model.generate(prompt(30), cache=cache, max_new_tokens=2)
+    with pytest.raises(UnsupportedModelError, match="must be decoder-only"), cache.attached(model):
         pass
-    assert (
-        other.eval()(prompt(9), decoder_input_ids=prompt(2))
-        if name == "encoder-decoder"
-        else (other.generate(prompt(9), max_new_tokens=2).shape == (1, 11))
-    )
+    assert model.eval()(prompt(9), decoder_input_ids=prompt(2))
 
 
 @pytest.mark.parametrize(
@@ -515,10 +481,11 @@ def test_a_conversation_padded_anew(model: PreTrainedModel) -> None:
     tokens_of(model, whole, cache, attention_mask=whole_mask)
 
 
-@pytest.mark.filterwarnings("ignore:.*checkpoint")
-def test_gradient_checkpointing() -> None:
+@pytest.mark.filterwarnings("ignore:.*checkpoint", "ignore:.*gradient_checkpointing")
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_gradient_checkpointing(name: str) -> None:
     """Its layers drop the cache from their arguments."""
-    other = tiny_model("llama", seed=1)
+    other = builds()[name].model()
     other.gradient_checkpointing_enable()
     other.train()
     cache = PolicyCache(SnapKV(0.3))
@@ -554,16 +521,6 @@ def test_logits_of_tokens_that_may_be_dropped(
             if policy is FASTKV:
                 stack.enter_context(pytest.raises(ValueError, match="dropped token has no logits"))
             model(prompt(80), *given, **named, **arguments)
-
-
-def test_another_model_of_the_same_depth(model: PreTrainedModel, usable: PolicyCache) -> None:
-    other = tiny_model("llama", seed=2)
-    with pytest.raises(ValueError, match="model must be the one that filled the cache"):
-        tokens_of(other, prompt(80), usable)
-    usable_again = PolicyCache(FASTKV)
-    tokens_of(model, prompt(60), usable_again)
-    usable_again.reset()
-    tokens_of(other, prompt(60), usable_again)
 
 
 IDS = prompt(20)

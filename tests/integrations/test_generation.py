@@ -110,10 +110,7 @@ def test_beams_of_a_policy_that_keeps_everything(
 
 METHODS = {
     "snapkv": (SnapKV(0.4), reference.SnapKV(0.4)),
-    "fastkv": (
-        FastKV(tsp_rate=0.5, retention_rate=0.3),
-        reference.FastKV(0.3, tsp_rate=0.5),
-    ),
+    "fastkv": (FastKV(tsp_rate=0.5, retention_rate=0.3), reference.FastKV(0.3, tsp_rate=0.5)),
 }
 
 

@@ -12,6 +12,7 @@ from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FastKV, GemFilter, PyramidInfer, SnapKV, StreamingLLM
 from tests.integrations.model.builds.catalogue import built
+from tests.integrations.support.conversation import left_padded
 from tests.reference import random_tokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "kinds.md"
@@ -37,10 +38,7 @@ def evicting(name: str, **bound: Any) -> CachePolicy:
 
 
 def generate(name: str, rows: list[list[int]], cache: PolicyCache, **how: Any) -> Tensor:
-    longest = max(map(len, rows))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return answer(name, ids, mask, cache, **how)
+    return answer(name, *left_padded(rows), cache, **how)
 
 
 def answer(name: str, ids: Tensor, mask: Tensor, cache: PolicyCache, **how: Any) -> Tensor:

@@ -4,7 +4,9 @@ import copy
 import gc
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -102,9 +104,12 @@ def answer(
     return output.sequences, torch.stack(output.logits)
 
 
-def with_hooks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(lent_answer, "needs_no_hooks", lambda *args: False)
-    return monkeypatch
+@contextmanager
+def with_hooks(hooked: bool = True) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if hooked:
+            patch.setattr(lent_answer, "needs_no_hooks", lambda *args: False)
+        yield
 
 
 def assert_alike(one: PolicyCache, other: PolicyCache) -> None:
@@ -119,30 +124,6 @@ def assert_alike(one: PolicyCache, other: PolicyCache) -> None:
         torch.testing.assert_close(own.values, theirs.values, atol=1e-5, rtol=1e-5)
 
 
-def two_turns(model: PreTrainedModel, policy: CachePolicy, batch: int = 2) -> Any:
-    """Return a cache after two turns, the tokens and the logits of both answers."""
-    cache, prompt = PolicyCache(policy), random_tokens(batch, 40, seed=2)
-    tokens, logits = answer(model, prompt, cache)
-    prompt = torch.cat([tokens, random_tokens(batch, 11, seed=3)], dim=1)
-    more, more_logits = answer(model, prompt, cache, 5)
-    return cache, more, torch.cat([logits, more_logits])
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_two_turns_are_those_with_hooks(
-    llama: PreTrainedModel, name: str, begun: list[bool]
-) -> None:
-    cache, tokens, logits = two_turns(llama, POLICIES[name])
-    assert begun == [True, True]
-    with pytest.MonkeyPatch.context() as patch:
-        with_hooks(patch)
-        expected = two_turns(llama, POLICIES[name])
-    assert torch.equal(tokens, expected[1])
-    torch.testing.assert_close(logits, expected[2], atol=1e-5, rtol=1e-5)
-    assert_alike(cache, expected[0])
-    assert not any(module._forward_pre_hooks for module in llama.modules())
-
-
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
 def test_every_family_with_and_without_hooks(name: str, begun: list[bool]) -> None:
     model = FAMILIES[name].build(seed=1)
@@ -150,8 +131,7 @@ def test_every_family_with_and_without_hooks(name: str, begun: list[bool]) -> No
     policy = StreamingLLM(0.5)
     cache = PolicyCache(policy)
     tokens, logits = answer(model, prompt, cache)
-    with pytest.MonkeyPatch.context() as patch:
-        with_hooks(patch)
+    with with_hooks():
         expected = PolicyCache(policy)
         same, same_logits = answer(model, prompt, expected)
     assert torch.equal(tokens, same)
@@ -172,8 +152,7 @@ def test_padded_rows_keep_hooks(llama: PreTrainedModel, begun: list[bool]) -> No
 def test_storages(llama: PreTrainedModel, held: Storage, begun: list[bool]) -> None:
     prompt, policy = random_tokens(1, 40, seed=2), SnapKV(retention_tokens=12)
     tokens, _ = answer(llama, prompt, PolicyCache(policy, held))
-    with pytest.MonkeyPatch.context() as patch:
-        with_hooks(patch)
+    with with_hooks():
         expected, _ = answer(llama, prompt, PolicyCache(policy, held))
     assert torch.equal(tokens, expected)
     assert begun[0] is isinstance(held, OffloadedStorage)
@@ -208,9 +187,7 @@ def test_a_window_and_an_answer_without_max_new_tokens(
         cache = PolicyCache(StreamingLLM(0.5))
         if read:
             answer(model, prompt[:, :read], cache, 1)
-        with pytest.MonkeyPatch.context() as patch:
-            if hooked:
-                with_hooks(patch)
+        with with_hooks(hooked):
             mask = torch.ones_like(prompt)
             inputs = {"attention_mask": mask, CACHE: cache, "output_logits": True}
             outputs.append(model.generate(prompt[:, read:], **inputs, **how))
@@ -282,10 +259,7 @@ def test_other_threads_do_not_read_a_cache_that_is_written(llama: PreTrainedMode
 @pytest.mark.parametrize("layer", [0, 2])
 @pytest.mark.parametrize("policy", [POLICIES["snapkv"], POLICIES["adakv"]])
 def test_an_interrupted_token_is_forgotten(
-    llama: PreTrainedModel,
-    layer: int,
-    policy: CachePolicy,
-    begun: list[bool],
+    llama: PreTrainedModel, layer: int, policy: CachePolicy, begun: list[bool]
 ) -> None:
     prompt = random_tokens(1, 40, seed=2)
     tokens, logits = answer(llama, prompt, PolicyCache(policy), 14)

@@ -44,10 +44,7 @@ def test_a_loss_on_which_the_policy_would_have_no_effect(
         with pytest.raises(ValueError, match=message):
             model(prompt(6, 1), cache=cache, labels=prompt(6, 1))
     dropping = PolicyCache(FastKV(tsp_rate=0.5, retention_rate=0.3))
-    with (
-        dropping.attached(model),
-        pytest.raises(ValueError, match="a dropped token has no logits"),
-    ):
+    with dropping.attached(model), pytest.raises(ValueError, match="a dropped token has no logits"):
         model(prompt(60), cache=dropping, labels=prompt(60))
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, pipeline
 
 from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
-from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers import PolicyCache, apply_policy
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from tests.integrations.state.test_fingerprint import by_quanto, by_torchao
@@ -105,6 +105,8 @@ def test_prefix_tuning_is_refused_by_name(model: PreTrainedModel) -> None:
         generate(wrapped, cache, prompt(60))
     with pytest.raises(UnsupportedModelError, match=message), cache.attached(wrapped):
         pass
+    with pytest.raises(UnsupportedModelError, match=message):
+        apply_policy(wrapped, SnapKV(0.3))
     # What PEFT has set for its own `generate`.
     del model.prepare_inputs_for_generation, model.model.generation_config
     assert marks_on(model) == before

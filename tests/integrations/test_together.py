@@ -440,10 +440,7 @@ BROKEN: dict[str, tuple[CachePolicy, str]] = {
     "scorer": (scored(Fails()), "no score today"),
     "late": (scored(NotANumber()), "must return numbers"),
     "layer": (FastKV(tsp_layer=9), "tsp_layer"),
-    "behind": (
-        CachePolicy(Fails(), GQAGroupSelector(0.3), FASTKV.propagation),
-        "no score today",
-    ),
+    "behind": (CachePolicy(Fails(), GQAGroupSelector(0.3), FASTKV.propagation), "no score today"),
     "restarts": (GemFilter(filter_layer=9), "filter_layer"),
 }
 

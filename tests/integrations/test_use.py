@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -173,53 +174,61 @@ def test_padding_inside_a_chunk_leaves_every_column_its_own_logits(
     torch.testing.assert_close(got[real], expected[real], atol=1e-4, rtol=0)
 
 
-@torch.no_grad()
-def test_crop_through_a_chunk_with_padding_inside(model: PreTrainedModel) -> None:
-    cache = PolicyCache(FullContext())
-    ids, mask = torch.cat([prompt(10), prompt(10, 1)]), torch.ones(2, 10, dtype=torch.int64)
-    whole = torch.cat([mask, torch.tensor([[1, 1, 1], [1, 0, 1]])], dim=1)
-    with cache.attached(model):
-        model(ids, attention_mask=mask, cache=cache)
-        chunk = torch.tensor([[3, 4, 5]] * 2)
-        model(chunk, attention_mask=whole, cache=cache)
-        cache.crop(-2)
-        assert cache.seen_lengths == (11, 11)
-        assert cache.layers[0].positions[1, 0].tolist() == list(range(11))
-        logits = model(
-            torch.tensor([[7], [7]]), cache=cache, attention_mask=torch.ones(2, 12)
-        ).logits
-    alone = model(torch.cat([ids[1:], torch.tensor([[3, 7]])], dim=1)).logits
-    torch.testing.assert_close(logits[1, -1], alone[0, -1], atol=1e-4, rtol=0)
+def half_done(model: PreTrainedModel, cache: PolicyCache, ids: Tensor, error: Any) -> None:
+    """A forward that fails in the third layer."""
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    handle = model.model.layers[2].register_forward_pre_hook(fail)
+    with pytest.raises(error):
+        model(ids, cache=cache)
+    handle.remove()
+
+
+USES: dict[str, Callable[[PolicyCache], Any]] = {
+    "read": lambda cache: None,
+    "crop": lambda cache: cache.crop(-2),
+    "turn": lambda cache: cache.start_turn(),
+    "reset": lambda cache: cache.reset(),
+    "report": lambda cache: str(cache.report()),
+    "layers": lambda cache: [layer.kept_len for layer in cache.layers],
+    "mask": lambda cache: cache.get_mask_sizes(1, 0),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("operation", ["crop", "start_turn", "report", "reset", "nothing"])
-def test_the_cache_after_a_forward_that_failed_inside_the_block(
-    model: PreTrainedModel, operation: str
+@pytest.mark.parametrize("error", [RuntimeError, Interrupted])
+@pytest.mark.parametrize("before", ["nothing", "tokens", "a turn"])
+@pytest.mark.parametrize("use", USES)
+def test_whatever_is_done_first_after_a_failure(
+    model: PreTrainedModel, use: str, before: str, error: type[BaseException]
 ) -> None:
-    def interrupt(*args: Any) -> None:
-        raise Interrupted
-
-    results = []
+    """The forwards after it are as if it had not been; as is what is told, but for Ctrl-C."""
+    results: list[list[Any]] = []
     for fails in (False, True):
         cache = PolicyCache(SnapKV(retention_tokens=12))
         with cache.attached(model):
-            model(prompt(40), cache=cache)
-            model(prompt(3, 2), cache=cache)
+            if before != "nothing" or use == "crop":
+                model(prompt(40), cache=cache)
+                model(prompt(3, 2), cache=cache)
+            if before == "a turn" and use != "crop":
+                cache.start_turn()
             if fails:
-                handle = model.model.layers[2].register_forward_pre_hook(interrupt)
-                with pytest.raises(Interrupted):
-                    model(prompt(1, 4), cache=cache)
-                handle.remove()
-            if operation == "crop":
-                cache.crop(-2)
-            elif operation != "nothing":
-                getattr(cache, operation)()
-            results.append(model(prompt(20, 5), cache=cache).logits)
-            results.append(torch.stack([layer.positions for layer in cache.layers]))
-            results.append(torch.stack([layer.keys for layer in cache.layers]))
-    for before, after in zip(results[:3], results[3:], strict=True):
-        assert torch.equal(before, after)
+                half_done(model, cache, prompt(20, 4), error)
+            found = USES[use](cache)
+            if isinstance(found, PolicyCache):
+                cache, found = found, None
+        with cache.attached(model):
+            logits = model(prompt(20, 5), cache=cache).logits
+        held = [each for layer in cache.layers for each in (layer.positions, layer.keys)]
+        told = found if error is RuntimeError else None
+        results.append([told, cache.get_seq_length(), logits, *held])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
 @torch.no_grad()
@@ -281,56 +290,6 @@ def test_autocast_does_not_round_the_scores(half: bool) -> None:
             assert one.kept_len == two.kept_len == 36
             if half:  # a float32 model computes other keys under autocast
                 assert torch.equal(one.positions, two.positions)
-
-
-def half_done(model: PreTrainedModel, cache: PolicyCache, ids: Tensor, error: Any) -> None:
-    """A forward that fails in the third layer."""
-
-    def fail(*args: Any) -> None:
-        raise error
-
-    handle = model.model.layers[2].register_forward_pre_hook(fail)
-    with pytest.raises(error):
-        model(ids, cache=cache)
-    handle.remove()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("error", [RuntimeError, Interrupted])
-@pytest.mark.parametrize(
-    "fork", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]
-)
-def test_a_copy_after_a_failed_forward_is_that_of_before(
-    model: PreTrainedModel, fork: Any, error: type[BaseException]
-) -> None:
-    cache = PolicyCache(SnapKV(0.3))
-    with cache.attached(model):
-        model(prompt(40), cache=cache)
-        cache.start_turn()
-        half_done(model, cache, prompt(20, 2), error)
-        other = fork(cache)
-        assert [layer.kept_len for layer in other.layers] == [12] * 4
-        expected = model(prompt(1, 3), cache=cache).logits
-        got_len = cache.get_seq_length()
-    with other.attached(model):
-        other.start_turn()
-        assert torch.equal(model(prompt(1, 3), cache=other).logits, expected)
-    assert other.get_seq_length() == got_len
-
-
-@torch.no_grad()
-def test_after_an_error_the_cache_shows_what_was_before(model: PreTrainedModel) -> None:
-    cache = PolicyCache(SnapKV(0.3))
-    with cache.attached(model):
-        half_done(model, cache, prompt(40), RuntimeError)
-        assert cache.report().total.held_bytes == 0
-        assert [layer.kept_len for layer in cache.layers] == [0] * 4
-        model(prompt(40), cache=cache)
-        sizes, report = cache.get_mask_sizes(1, 0), str(cache.report())
-        cache.start_turn()
-        half_done(model, cache, prompt(20, 2), RuntimeError)
-        assert cache.get_mask_sizes(1, 0) == sizes
-        assert str(cache.report()) == report
 
 
 @torch.no_grad()

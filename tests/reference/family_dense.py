@@ -18,11 +18,18 @@ def layer_modules(model: PreTrainedModel) -> list[nn.Module]:
     return list(next(each for each in lists if len(each) == count))
 
 
-@torch.no_grad()
 def family_logits(model: PreTrainedModel, token_ids: Sequence[int], act: Act) -> Tensor:
     """Runs a whole row with every layer's own mask hiding what was evicted."""
+    return family_dense(model, token_ids, [act])[0]
+
+
+@torch.no_grad()
+def family_dense(
+    model: PreTrainedModel, token_ids: Sequence[int], acts: Sequence[Act], **asked: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns logits `[len, vocab]`, and if asked weights `[query_heads, len, len]` by layer."""
     lowest = torch.finfo(torch.float32).min
-    visible = visible_after([act], model.config.num_attention_heads, len(token_ids))
+    visible = visible_after(acts, model.config.num_attention_heads, len(token_ids))
 
     def narrowed(index: int) -> Any:
         extra = torch.where(visible[index], 0.0, lowest)[None]
@@ -40,8 +47,8 @@ def family_logits(model: PreTrainedModel, token_ids: Sequence[int], act: Act) ->
         for index, layer in enumerate(layer_modules(model))
     ]
     try:
-        logits: Tensor = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+        output: Any = model(torch.tensor([list(token_ids)]), use_cache=False, **asked)
     finally:
         for handle in handles:
             handle.remove()
-    return logits
+    return output.logits[0], [each[0] for each in output.get("attentions") or ()]

@@ -120,10 +120,7 @@ def scripted(scores: Tensor, says: Script, step: int) -> Tensor:
 
 def saying(says: Script) -> dict[str, Any]:
     """Arguments of `generate` for a scripted answer."""
-    return {
-        "logits_processor": LogitsProcessorList([Scripted(says)]),
-        "max_new_tokens": len(says),
-    }
+    return {"logits_processor": LogitsProcessorList([Scripted(says)]), "max_new_tokens": len(says)}
 
 
 class ByHand:

@@ -13,11 +13,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, TextStreamer
 
 from kvpolicy.errors import CacheInUseError, UnsupportedGenerationError, UnsupportedModelError
-from kvpolicy.integrations.transformers import (
-    Conversation,
-    PolicyCache,
-    RereadingWarning,
-)
+from kvpolicy.integrations.transformers import Conversation, PolicyCache, RereadingWarning
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from kvpolicy.policy import CachePolicy
 from tests.integrations.hybrids.models import hybrid
@@ -369,11 +365,7 @@ def test_bad_conversations(
     ids=str,
 )
 def test_bad_questions(
-    llama: PreTrainedModel,
-    text: Any,
-    arguments: Any,
-    error: type[Exception],
-    message: str,
+    llama: PreTrainedModel, text: Any, arguments: Any, error: type[Exception], message: str
 ) -> None:
     conversation = Conversation(llama, chatter(QWEN3), POLICY)
     calls = list[object]()

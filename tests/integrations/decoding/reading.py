@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
+from tests.integrations.model.builds.dense import Seen, seen_of
 from tests.integrations.support.conversation import left_padded
 
 Kept = list[list[list[list[int]]]]  # by row, layer and KV head
@@ -17,20 +18,14 @@ Kept = list[list[list[list[int]]]]  # by row, layer and KV head
 
 @dataclass
 class Reading:
-    """What a cache gave.
+    """What a cache gave."""
 
-    Attributes:
-        cache: the cache, after the last token.
-        logits: `[batch, steps, vocab]`, of the decoded tokens.
-        kept: by the number of decoded tokens after which layers chose, and 0 for the prompt, what
-            they held.
-        most: by layer, the most entries held after any step.
-    """
-
-    cache: PolicyCache
-    logits: Tensor
+    cache: PolicyCache  # the cache, after the last token
+    logits: Tensor  # `[batch, steps, vocab]`, of the decoded tokens
+    # By the number of decoded tokens after which layers chose, and 0 for the prompt, what they
+    # held.
     kept: dict[int, Kept] = field(default_factory=dict)
-    most: list[int] = field(default_factory=list)
+    most: list[int] = field(default_factory=list)  # by layer, the most entries held after any step
 
 
 def held(cache: PolicyCache, rows: int) -> Kept:
@@ -44,6 +39,10 @@ def held(cache: PolicyCache, rows: int) -> Kept:
         ]
         for row in range(rows)
     ]
+
+
+def seen_at_every_step(kept: dict[int, Kept], row: int, prompt_len: int, length: int) -> list[Seen]:
+    return seen_of({prompt_len + step: each[row] for step, each in kept.items()}, length)
 
 
 @torch.no_grad()

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import H2O, RKV, KeyDiff, KeyNorm, SnapKV, StreamingLLM
-from tests.integrations.decoding.reading import Kept, held, read
+from kvpolicy.policies import H2O, RKV, KeyDiff, SnapKV, StreamingLLM
+from tests.integrations.decoding.reading import Kept, held, read, seen_at_every_step
 from tests.integrations.decoding.rules import bounded
-from tests.integrations.decoding.seen import seen_at_every_step
 from tests.integrations.hybrids.models import apart, generate, hybrid
 from tests.integrations.hybrids.models import tokens as random_ids
 from tests.integrations.model.builds.catalogue import builds
@@ -77,16 +75,3 @@ def test_an_answer_about_an_image(rule: str) -> None:
     seen[CROSS] = Seen(None, seen[CROSS].tokens)
     want = dense_logits(model, whole, len(ids), seen, beside=image(0, len(whole), len(whole)))
     assert apart(logits[0], want[len(ids) - 1 :]) < TOLERANCE
-
-
-def test_rules_of_queries_where_attention_shows_none() -> None:
-    model = builds()["falcon"].model()
-    cache = PolicyCache(StreamingLLM(retention_tokens=12, decoding=SnapKV().decoding_rule(12)))
-    message = r"must not read queries .* layers \[0, 1, 2, 3\]; use the rule of StreamingLLM"
-    with pytest.raises(UnsupportedModelError, match=message), cache.attached(model):
-        pass
-    assert cache.get_seq_length() == 0
-    free = PolicyCache(KeyNorm(retention_tokens=12))
-    with torch.no_grad(), free.attached(model):
-        model(input_ids=torch.arange(5, 45)[None], cache=free)
-    assert free.get_seq_length() == 40

@@ -8,6 +8,7 @@ float32, so that results can be compared tightly. Rounding, speed and memory are
 """
 
 import copy
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -31,22 +32,16 @@ CALLS: Counter[str] = Counter()  # of "dense" and "varlen", so that a test sees 
 
 @attrs.frozen
 class How:
-    """The settings of a call.
+    """The settings of a call."""
 
-    Attributes:
-        scale: factor on the products; None for the usual one.
-        causal: whether a query sees no key behind its own place.
-        window: how many keys before and behind its own place it sees; None or -1 for all.
-        softcap: bound of the scores; 0 for none.
-        sink: `[query_heads]`, scores that take a share of the weights and give no value.
-        multiple: of what the head dimension must be a multiple; FlashAttention 2 pads by itself.
-    """
-
-    scale: float | None
-    causal: bool
+    scale: float | None  # factor on the products; None for the usual one
+    causal: bool  # whether a query sees no key behind its own place
+    # How many keys before and behind its own place it sees; None or -1 for all.
     window: tuple[int | None, int | None]
-    softcap: float = 0.0
+    softcap: float = 0.0  # bound of the scores; 0 for none
+    # `[query_heads]`, scores that take a share of the weights and give no value.
     sink: Tensor | None = None
+    # Of what the head dimension must be a multiple; FlashAttention 2 pads by itself.
     multiple: int = 1
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, axes: int) -> None:
@@ -135,109 +130,44 @@ def spans(ends: Tensor, total: int, most: Any) -> list[slice]:
     return found
 
 
-# The functions have the arguments that Transformers looks for, under the names of each version.
+# By version, the settings that Transformers looks for among the names of a function's arguments.
+SETTINGS = {
+    2: ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "deterministic"),
+    3: ("softmax_scale", "causal", "window_size", "softcap", "deterministic"),
+    4: ("softmax_scale", "causal", "window_size", "learnable_sink", "softcap", "deterministic"),
+}
+LIMITS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
-def flash_2(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> Tensor:
-    assert not dropout_p
-    return How(softmax_scale, causal, window_size, softcap).dense(q, k, v)
+def kernel(version: int, *, varlen: bool = False) -> Any:
+    """A function with the arguments of a version of the package."""
+    names = ("q", "k", "v", *(LIMITS if varlen else ()), *SETTINGS[version])
+    parameters = [
+        inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in names
+    ]
+    signature = inspect.Signature(parameters)
 
+    def attend(*args: Any, **named: Any) -> Any:
+        given = signature.bind_partial(*args, **named).arguments
+        assert not given.get("dropout_p")
+        how = How(
+            given.get("softmax_scale"),
+            given.get("causal", False),
+            given.get("window_size", (None, None)),
+            given.get("softcap", 0.0),
+            given.get("learnable_sink"),
+            multiple=1 if version == 2 else 8,
+        )
+        tensors = given["q"], given["k"], given["v"]
+        if varlen:
+            ends_q, ends_k, most_q, most_k = (given[each] for each in LIMITS)
+            found = how.varlen(*tensors, (ends_q, ends_k), (most_q, most_k))
+        else:
+            found = how.dense(*tensors)
+        return (found, None) if version == 4 else found
 
-def flash_2_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> Tensor:
-    assert not dropout_p
-    ends, most = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    return How(softmax_scale, causal, window_size, softcap).varlen(q, k, v, ends, most)
-
-
-def flash_3(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> Tensor:
-    return How(softmax_scale, causal, window_size, softcap, multiple=8).dense(q, k, v)
-
-
-def flash_3_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> Tensor:
-    ends, most = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    how = How(softmax_scale, causal, window_size, softcap, multiple=8)
-    return how.varlen(q, k, v, ends, most)
-
-
-def flash_4(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
-    learnable_sink: Tensor | None = None,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> tuple[Tensor, None]:
-    how = How(softmax_scale, causal, window_size, softcap, learnable_sink, multiple=8)
-    return how.dense(q, k, v), None
-
-
-def flash_4_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
-    learnable_sink: Tensor | None = None,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> tuple[Tensor, None]:
-    ends, most = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    how = How(softmax_scale, causal, window_size, softcap, learnable_sink, multiple=8)
-    return how.varlen(q, k, v, ends, most), None
+    attend.__signature__ = signature  # type: ignore[attr-defined]
+    return attend
 
 
 def unpad_input(hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
@@ -257,19 +187,18 @@ def pad_input(hidden: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tenso
     return output.unflatten(0, (batch, seqlen))
 
 
+def functions(version: int) -> dict[str, Any]:
+    return {
+        "flash_attn_func": kernel(version),
+        "flash_attn_varlen_func": kernel(version, varlen=True),
+    }
+
+
 PACKAGES: dict[str, dict[str, Any]] = {
-    "flash_attn": {
-        "flash_attn_func": flash_2,
-        "flash_attn_varlen_func": flash_2_varlen,
-        "flash_attn_with_kvcache": None,
-    },
+    "flash_attn": {**functions(2), "flash_attn_with_kvcache": None},
     "flash_attn.bert_padding": {"pad_input": pad_input, "unpad_input": unpad_input},
-    "flash_attn_interface": {
-        "flash_attn_func": flash_3,
-        "flash_attn_varlen_func": flash_3_varlen,
-        "flash_attn_with_kvcache": None,
-    },
-    "flash_attn.cute": {"flash_attn_func": flash_4, "flash_attn_varlen_func": flash_4_varlen},
+    "flash_attn_interface": {**functions(3), "flash_attn_with_kvcache": None},
+    "flash_attn.cute": functions(4),
 }
 
 
@@ -277,10 +206,10 @@ PACKAGES: dict[str, dict[str, Any]] = {
 def installed() -> Iterator[None]:
     """Lets Transformers find the stand-in as if all three packages were installed."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, functions in PACKAGES.items():
+        for name, given in PACKAGES.items():
             module = ModuleType(name)
             module.__spec__ = ModuleSpec(name, None)
-            vars(module).update(functions)
+            vars(module).update(given)
             patch.setitem(sys.modules, name, module)
         for version in (2, 3, 4):
             check = f"is_flash_attn_{version}_available"

@@ -15,16 +15,16 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from tests.integrations.flash.stand_in import (
     CALLS,
     PACKAGES,
-    flash_2,
-    flash_2_varlen,
-    flash_4,
-    flash_4_varlen,
     installed,
+    kernel,
     pad_input,
     under_flash,
     unpad_input,
 )
 from tests.reference import tiny_model
+
+flash_2, flash_4 = kernel(2), kernel(4)
+flash_2_varlen, flash_4_varlen = kernel(2, varlen=True), kernel(4, varlen=True)
 
 
 def ones(*shape: int) -> Tensor:

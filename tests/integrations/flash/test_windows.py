@@ -71,10 +71,7 @@ def talk(model: Any, policy: CachePolicy, rows: tuple[int, ...]) -> tuple[Policy
 @pytest.mark.parametrize("name", WINDOWED)
 def test_answers_that_outgrow_the_window(name: str, rows: tuple[int, ...]) -> None:
     how: dict[str, Any] = {"retention_rate": 0.5, "window_size": 3}
-    selectors = (
-        WholeInWindows(**how, windowed=WINDOWED[name]),
-        GQAGroupSelector(**how),
-    )
+    selectors = (WholeInWindows(**how, windowed=WINDOWED[name]), GQAGroupSelector(**how))
     (expected_store, expected), (store, found) = (
         talk(model_of(name, flash), CachePolicy(*parts), rows)
         for flash, parts in zip(

@@ -1,6 +1,5 @@
 """Prompts in chunks, whatever the policy: what the prompt read at once gives, and the reference."""
 
-import itertools
 from functools import cache
 from typing import Any
 
@@ -38,6 +37,7 @@ from tests.integrations.support.conversation import (
     assert_as_reference,
     left_padded,
     run_conversation,
+    run_turn,
 )
 from tests.integrations.test_generation import CHUNKS_GO_ON
 from tests.reference import random_tokens, tiny_model
@@ -162,18 +162,8 @@ def one_turn(
     **how: Any,
 ) -> Tensor:
     ids, mask = left_padded([random_tokens(row, LONG.first[row]) for row in rows])
-    output: Any = model.generate(
-        ids,
-        attention_mask=mask,
-        cache=PolicyCache(policy),
-        max_new_tokens=4,
-        do_sample=False,
-        prefill_chunk_size=chunk,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **how,
-    )
-    return torch.stack(output.logits)
+    store = PolicyCache(policy)
+    return run_turn(model, store, ids, mask, 3, prefill_chunk_size=chunk, **how).logits
 
 
 PROMPT = torch.tensor([random_tokens(0, 50)])
@@ -253,41 +243,6 @@ def test_what_a_later_chunk_asks_for_is_refused_as_well(asked: str) -> None:
     assert (output.logits[:, -1] - want).abs().max() < TOLERANCE
 
 
-# Chunks of unlike lengths, the last one of one token, and one that is padding in the second row.
-@pytest.mark.parametrize("ends", [(2, 3, 19, 40), (20, 24, 25)], ids=["uneven", "padding"])
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "kvzip", "claa", "sliminfer", *DROPPING])
-@torch.no_grad()
-def test_uneven_chunks_over_two_turns(name: str, ends: tuple[int, ...]) -> None:
-    policy = DROPPING.get(name) or kvpolicy.build(name)
-    prompts = [left_padded([random_tokens(row, count) for row, count in enumerate((41, 17))])]
-    prompts.append(
-        left_padded([random_tokens(3 + row, count) for row, count in enumerate((9, 26))])
-    )
-    want, found = (two_turns_by_hand(policy, prompts, each) for each in ((), ends))
-    assert (found[0] - want[0]).abs().max() < TOLERANCE
-    assert all(torch.equal(one, other) for one, other in zip(found[1], want[1], strict=True))
-
-
-def two_turns_by_hand(
-    policy: CachePolicy, prompts: list[tuple[Tensor, Tensor]], ends: tuple[int, ...]
-) -> tuple[Tensor, list[Tensor]]:
-    """Last logits of each prompt and of a token behind it, and what positions layers hold then."""
-    model, cache, logits = model_of("llama"), PolicyCache(policy), []
-    seen = torch.zeros(2, 0, dtype=torch.int64)
-    with cache.attached(model):
-        for ids, mask in prompts:
-            cache.start_turn(prompt_len=ids.shape[1])
-            borders = [0, *(end for end in ends if end < ids.shape[1]), ids.shape[1]]
-            for start, stop in itertools.pairwise(borders):
-                given = torch.cat([seen, mask[:, :stop]], dim=1)
-                output = model(ids[:, start:stop], attention_mask=given, cache=cache)
-            logits.append(output.logits[:, -1])
-            seen = torch.cat([seen, mask, torch.ones(2, 1, dtype=torch.int64)], dim=1)
-            output = model(torch.tensor([[5], [6]]), attention_mask=seen, cache=cache)
-            logits.append(output.logits[:, -1])
-    return torch.stack(logits), [layer.positions for layer in cache.layers]
-
-
 @torch.no_grad()
 def read_by_hand(policy: CachePolicy, chunk: int, embeddings: bool) -> Tensor:
     """Last logits of a prompt and of the token behind it, given as ids or as embeddings."""
@@ -347,10 +302,6 @@ def test_generate_cuts_no_embeddings(name: str, ids: Tensor | None) -> None:
         UnsupportedGenerationError, match="prefill_chunk_size must be None with inp"
     ):
         model.generate(
-            ids,
-            inputs_embeds=embeds,
-            cache=cache,
-            prefill_chunk_size=13,
-            max_new_tokens=2,
+            ids, inputs_embeds=embeds, cache=cache, prefill_chunk_size=13, max_new_tokens=2
         )
     assert not cache.get_seq_length()

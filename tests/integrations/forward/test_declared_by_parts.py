@@ -84,9 +84,7 @@ def policy_of(scorer: Scorer) -> CachePolicy:
 
 
 @torch.no_grad()
-def read_in_chunks(
-    scorer: Scorer,
-) -> tuple[PolicyCache, Tensor, list[int], dict[int, Tensor]]:
+def read_in_chunks(scorer: Scorer) -> tuple[PolicyCache, Tensor, list[int], dict[int, Tensor]]:
     """A prompt of 50 tokens in three chunks: what is held behind two of them, and the end."""
     model, cache = model_of("llama"), PolicyCache(policy_of(scorer))
     with cache.attached(model):

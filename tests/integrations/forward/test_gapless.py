@@ -194,10 +194,7 @@ def test_in_half_precision_turning_again_and_again_stays_near() -> None:
             {"selector": CriticalSelector(AdaptiveHeadSelector())},
         ),
         ("restarts the prefill", {"propagation": RestartPropagation(window_size=8)}),
-        (
-            "decoding must be None if gapless",
-            {"decoding": SnapKV(decoding=64).decoding},
-        ),
+        ("decoding must be None if gapless", {"decoding": SnapKV(decoding=64).decoding}),
         ("rereading must be None if gapless", {"rereading": KVzip().rereading}),
     ],
 )
@@ -228,30 +225,6 @@ def test_declarations_that_do_not_fit() -> None:
     )
     with pytest.raises(ValueError, match=r"gapless must be False if tokens are dropped.*\[1\]"):
         dropping.check_model(4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("name", "match"),
-    [
-        (
-            "mistral_sliding",
-            "full attention if StreamingLLM.* layer 0 is of the kind sliding window",
-        ),
-        ("qwen3_next", "layer 0 is of the kind recurrent"),
-        ("deepseek_v3", "layer 0 is of the kind latent attention"),
-        ("llama4_text_mixed", "layer 0 is of the kind chunked attention"),
-        ("gpt2", "layer 0 gets no rotary embedding.*gapless=False"),
-        ("qwen2_vl", "its rotary positions have several axes"),
-    ],
-)
-def test_other_models(name: str, match: str) -> None:
-    model = builds()[name].model()
-    store = PolicyCache(STREAMING)
-    ids = prompt(40) % 60
-    with pytest.raises(UnsupportedModelError, match=match), store.attached(model):
-        model(ids, cache=store)
-    assert store.get_seq_length() == 0
 
 
 def test_frequencies_that_change_with_the_length() -> None:

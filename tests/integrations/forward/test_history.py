@@ -22,15 +22,8 @@ from kvpolicy.policies import (
 )
 from tests.families import FAMILIES
 from tests.integrations.model.builds.catalogue import builds
-from tests.integrations.support.asking import (
-    CarriedOnScorer,
-    LargestOfLayers,
-    RememberingSelector,
-)
-from tests.integrations.support.conversation import (
-    left_padded,
-    run_conversation,
-)
+from tests.integrations.support.asking import CarriedOnScorer, LargestOfLayers, RememberingSelector
+from tests.integrations.support.conversation import left_padded, run_conversation
 from tests.reference import Method, random_tokens, tiny_model
 from tests.reference.history import LookingBack
 

@@ -28,14 +28,7 @@ from kvpolicy.policies import (
 )
 from tests.integrations.support.conversation import left_padded, prompt
 from tests.integrations.support.reading import read
-from tests.reference import (
-    FAMILIES,
-    Act,
-    dense_masked_logits,
-    random_tokens,
-    tiny_model,
-    visible_after,
-)
+from tests.reference import FAMILIES, random_tokens, tiny_model
 
 KEEP_EVERYTHING = [
     FullContext(),
@@ -87,36 +80,6 @@ def test_sampling_equals_no_policy_when_everything_is_kept() -> None:
     got = generate(model, prompt(50), cache, do_sample=True, num_return_sequences=3)
     assert torch.equal(got.sequences, expected.sequences)
     assert len({tuple(row) for row in got.sequences.tolist()}) == 3
-
-
-@pytest.mark.parametrize("policy", EVICTING, ids=NAMES)
-def test_evicting_equals_dense_attention_under_the_matching_mask(policy: CachePolicy) -> None:
-    """Also in the next turn: the mask of two acts, from the positions the cache itself names."""
-    model = tiny_model("qwen3", seed=2)
-    cache = PolicyCache(policy)
-    acts, logits, ids = [], [], prompt(60)
-    for start in (0, 68):  # the last generated token was not read in the first turn
-        if start:
-            ids = torch.cat([ids, prompt(39, seed=9)], dim=1)
-        end = ids.shape[1]
-        # Without a mask `generate` takes a pad token among the generated ones for padding.
-        mask = torch.ones_like(ids)
-        output = generate(model, ids, cache, attention_mask=mask, do_sample=False)
-        kept = [layer.positions[0, :, :-8].tolist() for layer in cache.layers]
-        reached, now = [], list(range(start, end))
-        for index in range(len(cache.layers)):
-            reached.append(now)
-            if index in cache.propagated:
-                now = cache.propagated[index][0].tolist()
-        acts.append(Act(start, end, kept, reached))
-        logits.append(torch.cat(output.logits))
-        ids = output.sequences
-    visible = visible_after(acts, query_heads=6, length=ids.shape[1] - 1)
-    dense = dense_masked_logits(model, ids[0, :-1].tolist(), visible)
-    for act, got in zip(acts, logits, strict=True):
-        expected = dense[act.end - 1 : act.end + 8]
-        assert (got - expected).abs().max() < 1e-4
-    assert any(len(head) < act.end for act in acts for layer in act.kept for head in layer)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -20,10 +20,7 @@ from kvpolicy.policies import (
     WindowMaxPoolScorer,
 )
 from tests.integrations.support.asking import OutputScorer, TurnedBackScorer
-from tests.integrations.support.conversation import (
-    FIRST_LENS,
-    assert_as_reference,
-)
+from tests.integrations.support.conversation import FIRST_LENS, assert_as_reference
 from tests.reference import Method, random_tokens, tiny_model
 from tests.reference.asking import Outputs, TurnedBack
 from tests.reference.decoder import decoder_layers, geometry

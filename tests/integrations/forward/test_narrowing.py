@@ -11,14 +11,7 @@ from kvpolicy import CachePolicy, attention
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.model.masks import Visibility
-from kvpolicy.policies import (
-    AdaKV,
-    FastKV,
-    FullContext,
-    GemFilter,
-    PyramidInfer,
-    SnapKV,
-)
+from kvpolicy.policies import AdaKV, FastKV, FullContext, GemFilter, PyramidInfer, SnapKV
 from tests.integrations.support.conversation import METHODS, left_padded, prompt
 from tests.integrations.support.reading import Counts, read
 from tests.reference import random_tokens, tiny_model
@@ -93,12 +86,7 @@ def test_a_failed_call_asks_nothing_of_the_next() -> None:
     cache = PolicyCache(FullContext())
     with cache.attached(model):
         with pytest.raises(ValueError, match="attention_mask must be"):
-            model(
-                prompt(60),
-                attention_mask=torch.ones(1, 3),
-                cache=cache,
-                logits_to_keep=1,
-            )
+            model(prompt(60), attention_mask=torch.ones(1, 3), cache=cache, logits_to_keep=1)
         assert model.model(prompt(60), cache=cache).last_hidden_state.shape[1] == 60
 
 
@@ -198,10 +186,6 @@ def test_a_short_second_turn_goes_on_whole(first: int, second: int, implementati
     said = model.generate(prompt(first), cache=cache, max_new_tokens=5, do_sample=False)
     whole = torch.cat([said, prompt(second, seed=1)], dim=1)
     model.generate(
-        whole,
-        attention_mask=torch.ones_like(whole),
-        cache=cache,
-        max_new_tokens=5,
-        do_sample=False,
+        whole, attention_mask=torch.ones_like(whole), cache=cache, max_new_tokens=5, do_sample=False
     )
     assert cache.get_seq_length() == first + 5 + second + 4

@@ -23,6 +23,7 @@ from kvpolicy.policies import (
     StreamingLLM,
 )
 from tests.families import FAMILIES as BUILDS
+from tests.integrations.support.conversation import left_padded
 from tests.integrations.support.reading import assert_same_positions, read
 from tests.integrations.vision.models import FAMILIES as VISION
 from tests.integrations.vision.prompts import model_inputs
@@ -119,10 +120,7 @@ def test_padded_rows_are_read_as_if_alone(name: str) -> None:
     model, lens = tiny_model("llama", seed=3), (57, 41, 12)
     policy = kind(**given, prefill_block=BLOCK)
     rows = [prompt_of(length, seed) for seed, length in enumerate(lens)]
-    ids = torch.cat([torch.nn.functional.pad(row, (57 - row.shape[1], 0)) for row in rows])
-    mask = torch.cat(
-        [torch.nn.functional.pad(torch.ones_like(row), (57 - row.shape[1], 0)) for row in rows]
-    )
+    ids, mask = left_padded([row[0].tolist() for row in rows])
     cache, logits = read(model, policy, ids, mask)
     for index, row in enumerate(rows):
         alone, expected = read(model, policy, row)

@@ -9,15 +9,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy import CachePolicy, LayerContext, PropagationPolicy
-from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.layer_inputs import AttentionSettings
-from kvpolicy.policies import (
-    GemFilter,
-    KeepAllSelector,
-    LastQueryProductScorer,
-)
+from kvpolicy.policies import GemFilter, KeepAllSelector, LastQueryProductScorer
 from kvpolicy.selection import compress
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.support.conversation import left_padded, prompt
@@ -180,22 +175,22 @@ def test_prefill_compute_rate(
     assert round(policy.prefill_compute_rate(num_layers), 2) == computed
 
 
-@pytest.mark.parametrize("name", ["bart", "kosmos-2.5"])
-def test_models_that_count_columns(name: str) -> None:
-    """Their decoders would go on from the prompt's end, not from that of the chosen tokens."""
-    model, cache = builds()[name].model(), PolicyCache(GEM)
-    for _ in range(2):
-        with pytest.raises(UnsupportedModelError, match="but the model counts columns"):
-            tokens_of(model, prompt(40), cache)
-    assert cache.get_seq_length() == 0
+# Positions that are learned and not rotated; indexers, some of them beside states.
+NAMES = (
+    *("bert", "roberta", "gpt2", "opt"),
+    *("deepseek_v32", "hy_v4", "qwen4_exp_text", "glm5_next"),
+)
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "opt"])
+@pytest.mark.parametrize("name", sorted({*NAMES} & {*builds()}))
 def test_an_answer_is_that_to_the_chosen_tokens(name: str) -> None:
-    """Of models with positions that are learned, and not rotated."""
-    model, cache = builds()[name].model(), PolicyCache(GEM)
+    """Of what else the first pass has made, as index keys, nothing stays."""
+    model, cache = builds()[name].model(), PolicyCache(GemFilter(retention_rate=0.3))
     answer = tokens_of(model, prompt(40), cache)
     (chosen,) = cache.propagated.values()
     alone = tokens_of(model, prompt(40)[:, chosen[0]], DynamicCache(config=model.config))
     assert len(chosen[0]) == 12
     assert answer == alone
+    for layer in cache.layers:
+        if getattr(layer, "index", None) is not None:
+            assert layer.index.shape[2] == layer.kept_len == 12 + 6

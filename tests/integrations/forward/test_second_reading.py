@@ -211,18 +211,6 @@ def test_embeddings_are_refused() -> None:
     assert store.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "falcon_h1", "falcon"])
-def test_kinds_of_layers_that_are_refused(name: str) -> None:
-    store = PolicyCache(KVzip())
-    why = r"rereading of KVzip\(retention_rate=0.3\) must be None"
-    why = "reads queries" if name == "falcon" else why
-    with (
-        pytest.raises(ValueError, match=why),
-        store.attached(model_of(name)),
-    ):
-        pass
-
-
 def test_drops_and_restarts_are_refused() -> None:
     policy = CachePolicy(
         PeakAttentionScorer(),

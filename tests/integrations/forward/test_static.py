@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
-from transformers import (
-    CompileConfig,
-    MaxLengthCriteria,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import CompileConfig, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, QuantizedStorage
@@ -24,11 +19,7 @@ from kvpolicy.policies import TOVA, SnapKV
 from tests.integrations.model.test_families import SUPPORTED, UNSEEN, model_of, suited
 from tests.integrations.support.reading import Interrupted
 from tests.integrations.test_generation import assert_same_state
-from tests.integrations.test_robustness import (
-    POLICIES,
-    batch_of,
-    continued,
-)
+from tests.integrations.test_robustness import POLICIES, batch_of, continued
 from tests.reference import tiny_model
 
 ROOM = 12

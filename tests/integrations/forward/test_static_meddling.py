@@ -23,11 +23,7 @@ from tests.integrations.forward.test_static import (
 )
 from tests.integrations.support.reading import Interrupted, marks_on
 from tests.integrations.test_generation import assert_same_state
-from tests.integrations.test_robustness import (
-    batch_of,
-    continued,
-    failing,
-)
+from tests.integrations.test_robustness import batch_of, continued, failing
 
 __all__ = ["backend"]  # a fixture
 

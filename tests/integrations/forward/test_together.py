@@ -17,11 +17,7 @@ from kvpolicy.policies import (
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
-from tests.integrations.support.conversation import (
-    TOLERANCE,
-    expected_turns,
-    run_conversation,
-)
+from tests.integrations.support.conversation import TOLERANCE, expected_turns, run_conversation
 from tests.reference import (
     DroppingReplay,
     FastKV,
@@ -52,10 +48,7 @@ METHODS: dict[str, tuple[CachePolicy, Together]] = {
             PassAllPropagation(),
         ),
         Together(
-            retention_tokens=13,
-            window_size=2,
-            protect=3,
-            base=SnapKV(window_size=2, kernel_size=1),
+            retention_tokens=13, window_size=2, protect=3, base=SnapKV(window_size=2, kernel_size=1)
         ),
     ),
     "threshold_after_a_drop": (
@@ -85,10 +78,7 @@ METHODS: dict[str, tuple[CachePolicy, Together]] = {
             spans=5,
         ),
     ),
-    "replaykv": (
-        ReplayKV(0.35, num_sinks=3),
-        Together(0.35, protect=3, base=Replay(), apart=True),
-    ),
+    "replaykv": (ReplayKV(0.35, num_sinks=3), Together(0.35, protect=3, base=Replay(), apart=True)),
     "replaykv_alike": (
         ReplayKV(0.35, num_sinks=3, head_uniform=True),
         Together(0.35, protect=3, base=Replay(), uniform=True, spans=7),

@@ -112,16 +112,12 @@ def sliding_windows(
 
 @attrs.frozen
 class Drawn:
-    """Columns of new tokens by row, in few numbers, so that a failing example can be read.
+    """Columns of new tokens by row, in few numbers, so that a failing example can be read."""
 
-    Attributes:
-        rows: of each row the number of tokens, the seed they are drawn with, how many of them
-            differ before they repeat, and how many come before the padding.
-        spare: columns that are padding in every row.
-    """
-
+    # Of each row the number of tokens, the seed they are drawn with, how many of them differ before
+    # they repeat, and how many come before the padding.
     rows: tuple[tuple[int, int, int, int], ...]
-    spare: int = 0
+    spare: int = 0  # columns that are padding in every row
 
     @property
     def columns(self) -> list[list[int | None]]:

@@ -22,8 +22,7 @@ Pair = tuple[CachePolicy, Method]
 
 RATES = st.sampled_from([0.3, 0.05, 0.1, 0.5, 0.75, 0.95, 1.0])
 AMOUNTS: st.SearchStrategy[Amount] = st.one_of(
-    RATES.map(lambda rate: (rate, None)),
-    st.integers(1, 30).map(lambda tokens: (None, tokens)),
+    RATES.map(lambda rate: (rate, None)), st.integers(1, 30).map(lambda tokens: (None, tokens))
 )
 WINDOWS = st.integers(1, 6)
 KERNELS = st.sampled_from([1, 3, 5, 7])

@@ -40,19 +40,13 @@ from tests.reference import random_tokens
 
 @dataclass(frozen=True)
 class Kind:
-    """Models with layers of one kind, and what cannot be done with them.
+    """Models with layers of one kind, and what cannot be done with them."""
 
-    Attributes:
-        names: of builds.
-        refused: of "crop", "padding" between turns, "pyramid" and "restart"; the rest has to work.
-        drops: whether tokens can be dropped at all.
-        queries: whether policies can ask for queries.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of builds
+    # Of "crop", "padding" between turns, "pyramid" and "restart"; the rest has to work.
     refused: frozenset[str] = frozenset()
-    drops: bool = True
-    queries: bool = True
+    drops: bool = True  # whether tokens can be dropped at all
+    queries: bool = True  # whether policies can ask for queries
 
 
 STATES = frozenset({"crop", "padding"})

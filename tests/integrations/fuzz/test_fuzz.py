@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from torch import Tensor
 
 from kvpolicy import CachePolicy, policies
-from kvpolicy.errors import ShapeError, UnsupportedModelError
+from kvpolicy.errors import ShapeError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.forward import selecting
 from kvpolicy.integrations.transformers.forward.decoding import choosing
@@ -30,10 +30,8 @@ from tests.integrations.fuzz import kinds_machine
 from tests.integrations.fuzz.drawing import Drawn, built
 from tests.integrations.fuzz.drawn_methods import Ranked
 from tests.integrations.fuzz.drawn_policies import KINDS
-from tests.integrations.fuzz.kinds_machine import WINDOWS
 from tests.integrations.fuzz.machine import Conversation
 from tests.integrations.fuzz.side_by_side import SideBySide
-from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.support.bounded_row import Bound, Summed
 from tests.integrations.support.reading_both import Call
 from tests.integrations.test_generation import CHUNKS_GO_ON
@@ -77,20 +75,6 @@ def test_conversations_with_every_kind_of_layer(name: str) -> None:
 @pytest.mark.parametrize("name", kinds_machine.KINDS)
 def test_conversations_whose_answers_are_bounded(name: str) -> None:
     go_on(lambda: kinds_machine.KindConversation(name, bounded=True), 4)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, kind in kinds_machine.KINDS.items() if kind.refused >= WINDOWS]
-)
-def test_drops_after_windows_are_refused(name: str) -> None:
-    """What the conversations leave out, before anything is read."""
-    for build in kinds_machine.KINDS[name].names:
-        cache = PolicyCache(policies.PyramidInfer(min_context=4, decay_ratio=0.3))
-        model = builds()[build].model()
-        message = "layers after which PyramidPropagation.* drops tokens must"
-        with pytest.raises(UnsupportedModelError, match=message), cache.attached(model):
-            model(torch.arange(5, 25)[None], cache=cache)
-        assert cache.get_seq_length() == 0
 
 
 def go_on(machine: Callable[[], RuleBasedStateMachine], examples: int) -> None:

@@ -111,11 +111,7 @@ def test_compiled_decoding_says_what_the_loop_says(policy: CachePolicy) -> None:
         cache = PolicyCache(policy, max_new_tokens=room)
         answers.append(
             model.generate(
-                ids.to(DEVICE),
-                cache=cache,
-                max_new_tokens=40,
-                min_new_tokens=40,
-                do_sample=False,
+                ids.to(DEVICE), cache=cache, max_new_tokens=40, min_new_tokens=40, do_sample=False
             )
         )
     assert torch.equal(*answers)

@@ -16,14 +16,7 @@ from kvpolicy.integrations.transformers.state.recurrent import (
 )
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.policies import FastKV, SnapKV
-from tests.integrations.hybrids.models import (
-    KINDS,
-    generate,
-    hybrid,
-    same,
-    states_of,
-    tokens,
-)
+from tests.integrations.hybrids.models import KINDS, generate, hybrid, same, states_of, tokens
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.support.conversation import left_padded
 

@@ -36,7 +36,7 @@ from tests.integrations.support.asking import (
     TurnedBackScorer,
 )
 from tests.integrations.support.content import MassPropagation
-from tests.integrations.support.conversation import METHODS, run_conversation
+from tests.integrations.support.conversation import METHODS, left_padded, run_conversation
 from tests.reference import Family, random_tokens, tiny_model
 
 ROWS = (0, 1, 2)  # of unlike lengths, so that the batch is padded
@@ -146,9 +146,7 @@ def seen(model: PreTrainedModel, policy: CachePolicy) -> dict[str, Any]:
 
 def seen_of_kind(model: PreTrainedModel, policy: CachePolicy) -> dict[str, Any]:
     """One turn of a padded batch: tokens, logits, positions held, and bytes."""
-    rows = [random_tokens(seed, length) for seed, length in ((0, 47), (1, 31))]
-    ids = torch.tensor([[0] * (47 - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (47 - len(row)) + [1] * len(row) for row in rows])
+    ids, mask = left_padded([random_tokens(seed, length) for seed, length in ((0, 47), (1, 31))])
     cache = PolicyCache(policy)
     said: Any = model.generate(
         ids,
@@ -188,10 +186,7 @@ def go_on_from_a_file(model: PreTrainedModel, folder: Path) -> None:
         for each in (cache, own)
     ]
     assert torch.equal(*found)
-    with (
-        pytest.raises(ValueError, match="got another one"),
-        other.attached(model),
-    ):
+    with pytest.raises(ValueError, match="got another one"), other.attached(model):
         pass
 
 

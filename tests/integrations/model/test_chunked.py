@@ -11,25 +11,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
-from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.model.kinds import ChunkedAttention, FullAttention
-from kvpolicy.integrations.transformers.model.masks import (
-    Chunk,
-    Spans,
-    Visibility,
-    first_seen,
-)
+from kvpolicy.integrations.transformers.model.masks import Chunk, Spans, Visibility, first_seen
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.temperature import Temperature
-from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
+from kvpolicy.policies import FastKV, FullContext, SnapKV
 from tests.integrations.hybrids.models import apart, generate, tokens
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.model.builds.dense import dense_logits
 from tests.integrations.model.builds.judge import seen_by
 from tests.integrations.model.builds.sizes import WINDOW
+from tests.integrations.support.alone import read_two_turns
 from tests.integrations.support.conversation import left_padded
-from tests.integrations.support.two_turns import off_in_two_turns
 
 ROWS = [tokens(0, 47), tokens(1, 31)]
 POLICIES: dict[str, CachePolicy] = {
@@ -92,8 +86,7 @@ def test_at_every_place_in_a_chunk(length: int, policy: str, implementation: str
 
 @pytest.mark.parametrize("policy", ["full_context", "snapkv"])
 def test_two_turns_against_dense_attention(policy: str) -> None:
-    worst, _ = off_in_two_turns(chunked(), PolicyCache(POLICIES[policy]), [47, 31], [19, 11])
-    assert worst < TOLERANCE
+    read_two_turns(chunked(), POLICIES[policy], [47, 31], [19, 11])
 
 
 def test_positions_behind_a_drop_are_their_own() -> None:
@@ -107,18 +100,6 @@ def test_positions_behind_a_drop_are_their_own() -> None:
     seen = seen_by(store, 0, 47)
     want = dense_logits(model, row + said[0, 47:-1].tolist(), 47, seen)
     assert apart(logits[0], want[46:]) < TOLERANCE
-
-
-def test_what_needs_the_whole_context_is_refused_behind_a_chunk() -> None:
-    model, ids = chunked(), torch.tensor(ROWS[:1])
-    for policy, message in (
-        (FastKV(tsp_layer=0), r"sees 16 of 47 tokens; layers that see all: \[1, 3\]"),
-        (GemFilter(filter_layer=1), "restarts the prefill at new positions, 16 tokens, got 47"),
-    ):
-        store = PolicyCache(policy)
-        with pytest.raises(UnsupportedModelError, match=message):
-            generate(model, store, ids)
-        assert store.get_seq_length() == 0
 
 
 def test_an_image_is_seen_whole_through_a_narrower_window() -> None:

@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy, LayerContext, registered
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
@@ -30,18 +30,14 @@ from kvpolicy.policies import (
     PyramidInfer,
     TokenSelectivePropagation,
 )
-from tests.families import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE
+from tests.families import FAMILIES, VOCAB_SIZE
+from tests.integrations.support.conversation import left_padded
 from tests.integrations.support.versions import NO_QUERIES
 from tests.reference.dense import Act
 from tests.reference.family_dense import family_logits
 
-_COLUMNS = "attention scores must not depend on the columns of keys"
-REFUSED = {
-    "bloom": _COLUMNS,
-    "falcon_alibi": _COLUMNS,
-    "mamba": "some layer must hold keys and values",
-    "mpt": _COLUMNS,
-}
+# Whose scores depend on the columns of keys, or which holds no keys: see test_refused.py.
+REFUSED = ("bloom", "falcon_alibi", "mamba", "mpt")
 # Layers with a state among those with keys: tests/integrations/hybrids holds them.
 HYBRIDS = ("granitemoehybrid", "jamba", "lfm2", "qwen3_5", "qwen3_next")
 # Their attention shows no queries.
@@ -70,8 +66,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 ROWS = [tokens(row, length) for row, length in enumerate(LENS)]
-IDS = torch.tensor([[PAD_TOKEN_ID] * (LENS[0] - len(row)) + row for row in ROWS])
-MASK = torch.tensor([[0] * (LENS[0] - len(row)) + [1] * len(row) for row in ROWS])
+IDS, MASK = left_padded(ROWS)
 
 
 def generate(model: PreTrainedModel, store: Any) -> Any:
@@ -184,26 +179,6 @@ def test_every_policy_gives_what_dense_attention_gives(family: str, name: str) -
         assert difference < TOLERANCE * max(1.0, float(want.abs().max())), (name, row)
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
-def test_keeping_everything_is_the_familys_own_cache(family: str) -> None:
-    model = model_of(family)
-    own = generate(model, DynamicCache(config=model.config))
-    found = generate(model, PolicyCache(registered("policy")["full_context"]()))
-    assert torch.equal(found.sequences, own.sequences)
-
-
-@pytest.mark.parametrize("family", [name for name in REFUSED if name in FAMILIES])
-def test_what_cannot_work_says_why(family: str) -> None:
-    model = model_of(family)
-    for name in registered("policy"):
-        store = PolicyCache(registered("policy")[name]())  # type: ignore[arg-type]
-        with (
-            pytest.raises(UnsupportedModelError, match=REFUSED[family]),
-            store.attached(model),
-        ):
-            pass
-
-
 @pytest.mark.parametrize(
     "family", [name for name in SUPPORTED if FAMILIES[name].window and name not in UNSEEN]
 )
@@ -220,13 +195,6 @@ def test_a_sliding_layer_keeps_its_window(family: str) -> None:
             assert kept.shape[1] == int(0.3 * LENS[0])
         else:
             assert kept.tolist() == [list(range(LENS[0] - window + 1, LENS[0]))] * kept.shape[0]
-
-
-def test_dropping_after_a_sliding_layer_names_the_others() -> None:
-    model = model_of("gemma3")
-    message = r"sliding window of layers \[1\] sees 16 of 50 tokens; layers that see all: \[2, 5\]"
-    with pytest.raises(UnsupportedModelError, match=message):
-        generate(model, PolicyCache(FastKV(tsp_layer=1)))
 
 
 @attrs.frozen

@@ -19,11 +19,11 @@ from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.surface import CACHE
-from kvpolicy.policies import AdaKV, FastKV, FullContext, GemFilter, SnapKV, StreamingLLM
+from kvpolicy.policies import AdaKV, FastKV, FullContext, SnapKV, StreamingLLM
 from tests.integrations.hybrids.models import apart, generate, tokens
 from tests.integrations.model.builds.catalogue import Build, builds, built
+from tests.integrations.support.alone import read_two_turns
 from tests.integrations.support.conversation import left_padded
-from tests.integrations.support.two_turns import off_in_two_turns
 from tests.integrations.support.versions import OLD
 
 # An indexer in every layer; in every other, whose slots the next borrows; among sliding windows;
@@ -94,12 +94,8 @@ def rows_of(name: str) -> list[list[int]]:
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_two_turns_against_the_models_own_code(name: str, policy: str) -> None:
     """Every layer run anew on what it held: of what was evicted nothing is picked."""
-    model = built(name)
     turns = (19, 11) if name not in (*STATES, *BLOCKS) else (19, 19)  # no state skips padding
-    lens, store = [*map(len, rows_of(name))], PolicyCache(POLICIES[policy])
-    worst, effect = off_in_two_turns(model, store, lens, [*turns])
-    assert worst < TOLERANCE
-    assert (effect > 1e-2) is (policy != "full_context")
+    read_two_turns(built(name), POLICIES[policy], [*map(len, rows_of(name))], turns)
 
 
 @pytest.mark.parametrize("storage", [None, OffloadedStorage()])
@@ -212,41 +208,16 @@ def test_a_cache_that_is_not_attached(name: str) -> None:
         built(name)(torch.tensor(ROWS[:1]), **{CACHE: PolicyCache(SNAPKV)})
 
 
-# One has windows, one counts blocks of columns.
-UNRESTARTED = ("dots3_note_text", "minimax_m3_vl_text_sparse")
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name not in UNRESTARTED])
-def test_a_restart_is_a_prefill_of_what_is_left(name: str) -> None:
-    """In the first pass index keys are made as well, of which nothing stays."""
-    model, store = built(name), PolicyCache(GemFilter(retention_rate=0.5))
-    _, logits = generate(model, store, torch.tensor(ROWS[:1]))
-    assert all(layer.positions.shape[2] == 23 + 3 for layer in indexed(store).values())
-    left = store.layers[1].positions[0, 0, :23].tolist()
-    rest = torch.tensor([[ROWS[0][place] for place in left]])
-    _, want = generate(model, DynamicCache(config=model.config), rest)
-    torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.skipif("hy_v4" not in FAMILY_NAMES, reason="no such model yet")
 def test_layers_that_borrow_slots_keep_what_the_lender_keeps() -> None:
     model, store = built("hy_v4"), PolicyCache(SNAPKV)
     assert model.config.indexer_types == ["full", "shared"] * 2
+    assert ModelParts(model).eligible == [1, 3]
     generate(model, store, *left_padded(ROWS))
     assert list(indexed(store)) == [0, 2]
     assert torch.equal(store.layers[0].positions, store.layers[1].positions)
     assert torch.equal(store.layers[2].positions, store.layers[3].positions)
     assert not torch.equal(store.layers[0].positions, store.layers[2].positions)
-
-
-@pytest.mark.skipif("hy_v4" not in FAMILY_NAMES, reason="no such model yet")
-def test_tokens_are_not_dropped_between_lender_and_borrower() -> None:
-    model, store = built("hy_v4"), PolicyCache(FastKV(tsp_layer=2, tsp_rate=0.6))
-    assert ModelParts(model).eligible == [1, 3]
-    message = r"which layers \[2\] do; the others: \[1, 3\]; the nearest is 3"
-    with pytest.raises(UnsupportedModelError, match=message):
-        generate(model, store, torch.tensor(ROWS[:1]))
-    assert store.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("name", [name for name in BLOCKS if name in FAMILY_NAMES])

@@ -4,31 +4,27 @@ Every family of `make families` is held against its own dense attention there; h
 choice is, against a slow one, and what else a cache has to do with what it stores.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache, QuantizedStorage
 from kvpolicy.integrations.transformers.surface import CACHE
-from kvpolicy.policies import (
-    AdaKV,
-    FastKV,
-    FullContext,
-    KeyNorm,
-    SnapKV,
-    StreamingLLM,
-)
+from kvpolicy.policies import AdaKV, FastKV, FullContext, KeyNorm, SnapKV, StreamingLLM
 from tests.families import FAMILIES
 from tests.integrations.forward.test_static import Counting, everywhere
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.support.conversation import left_padded
-from tests.integrations.support.own_attention import dense, window_choice
 from tests.integrations.test_generation import assert_same_state
 from tests.reference.dense import Act
+from tests.reference.family_dense import family_dense
+from tests.reference.selection import head_mean, max_pool, window_and_highest
 
 FAMILY_NAMES = ("deepseek_v2", "deepseek_v3", "mistral4", "jetmoe")
 WINDOW, KERNEL, RATE = 4, 3, 0.4
@@ -63,6 +59,33 @@ def generate(model: PreTrainedModel, store: Any, rows: Any = None, **how: Any) -
         ids, mask = rows
     given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     return model.generate(ids, attention_mask=mask, **{CACHE: store}, **given, **how)
+
+
+def window_choice(
+    weights: Tensor,
+    held: Sequence[int],
+    prompt: Sequence[int],
+    count: int,
+    *,
+    window: int,
+    kernel: int,
+) -> list[int]:
+    """The positions kept by a choice for all heads: the window, and those most attended to.
+
+    ``weights`` are a layer's, ``[query_heads, len, len]``; ``held`` is what it holds from before.
+    """
+    entries = [*held, *prompt]
+    observing, before = list(prompt)[-window:], entries[: len(entries) - window]
+    by_head = [
+        max_pool([sum(float(head[query, key]) for query in observing) for key in before], kernel)
+        for head in weights
+    ]
+    chosen = window_and_highest(head_mean(by_head), len(entries), count)
+    return [entries[index] for index in chosen]
+
+
+def dense(model: PreTrainedModel, ids: list[int], acts: list[Act]) -> tuple[Tensor, list[Tensor]]:
+    return family_dense(model, ids, acts, output_attentions=True)
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.model.rotary import Gapless, LayerRotary, RotaryChannels
 from kvpolicy.policies import (
     GQAGroupSelector,
-    KeepAllSelector,
     PassAllPropagation,
     RestartPropagation,
     TokenSelectivePropagation,
@@ -298,26 +297,6 @@ def test_half_precision() -> None:
         torch.testing.assert_close(turned, keys, atol=0.1, rtol=0.03)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("gpt2", "layer 0 gets no rotary embedding"),
-        ("falcon", "attention functions of their own"),
-        ("hunyuan_v1_dense", "layer 0 does something else to its keys than rotating them"),
-    ],
-)
-def test_what_cannot_be_turned_is_refused(name: str, reason: str) -> None:
-    model = FAMILIES[name].build()
-    policy = CachePolicy(TurnedBackScorer(), GQAGroupSelector(0.5), PassAllPropagation())
-    cache = PolicyCache(policy)
-    with pytest.raises(UnsupportedModelError, match=f"model must have a rotary.*{reason}"):
-        read(model, cache, 0, 30)
-    assert cache.get_seq_length() == 0
-    assert all(getattr(layer, "held", None) is None for layer in cache.layers)
-    other = PolicyCache(CachePolicy(None, KeepAllSelector(), PassAllPropagation()))
-    read(model, other, 0, 30)
-
-
 def test_several_axes_are_refused_if_tokens_move() -> None:
     model = FAMILIES["llama"].build()
     model.config.rope_parameters["mrope_section"] = [1, 1, 2]
@@ -373,13 +352,3 @@ def test_an_earlier_restart_is_refused() -> None:
     cache = PolicyCache(attrs.evolve(policy, decoding=rule))
     with pytest.raises(UnsupportedModelError, match="after a restart"):
         read(model, cache, 0, 30)
-
-
-class TurningSelector(GQAGroupSelector):
-    needs_rotary = True
-
-
-def test_selectors_of_what_is_stored_are_refused() -> None:
-    policy = CachePolicy(TurnedBackScorer(), TurningSelector(0.5), PassAllPropagation())
-    with pytest.raises(UnsupportedModelError, match="must not rotate keys or read output weights"):
-        read(FAMILIES["deepseek_v2"].build(), PolicyCache(policy), 0, 30)

@@ -11,13 +11,7 @@ from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from tests.integrations.state.test_leftovers import read_and_generate, read_by_hand
 from tests.integrations.support.reading import marks_on
-from tests.integrations.test_robustness import (
-    POLICIES,
-    batch_of,
-    continued,
-    generate,
-    two_turns,
-)
+from tests.integrations.test_robustness import POLICIES, batch_of, continued, generate, two_turns
 from tests.reference import Act, dense_masked_logits, random_tokens, tiny_model, visible_after
 
 # Compiled models.

@@ -21,19 +21,13 @@ PLAIN: dict[str, tuple[tuple[object, ...], tuple[int | None, ...]]] = {
 
 @attrs.frozen
 class Refuses:
-    """What is not done with a model, beyond what the rules of `table.forbidden` say.
+    """What is not done with a model, beyond what the rules of `table.forbidden` say."""
 
-    Attributes:
-        policies: names of policies.
-        states: whether it has recurrent layers, which take nothing back and skip no padding.
-        chunked_drops: whether a prompt of which tokens are dropped must come whole.
-        bounds: names of bounds of answers.
-    """
-
-    policies: frozenset[str] = frozenset()
+    policies: frozenset[str] = frozenset()  # names of policies
+    # Whether it has recurrent layers, which take nothing back and skip no padding.
     states: bool = False
-    chunked_drops: bool = False
-    bounds: frozenset[str] = frozenset()
+    chunked_drops: bool = False  # whether a prompt of which tokens are dropped must come whole
+    bounds: frozenset[str] = frozenset()  # names of bounds of answers
 
 
 _WINDOWS = frozenset({"gemfilter", "pyramidinfer"})

@@ -5,14 +5,7 @@ from typing import Any
 import attrs
 
 from kvpolicy import CachePolicy, DecodingEviction
-from kvpolicy.policies import (
-    H2O,
-    RKV,
-    TOVA,
-    KeyDiff,
-    SnapKV,
-    StreamingLLM,
-)
+from kvpolicy.policies import H2O, RKV, TOVA, KeyDiff, SnapKV, StreamingLLM
 from tests import reference
 from tests.integrations.forward.test_gapless import METHODS as UNGAPPED
 from tests.integrations.forward.test_together import METHODS as CHOOSING_TOGETHER

@@ -12,29 +12,17 @@ from tests.integrations.situations.policies import BOUNDS, GAPLESS, POLICIES, TO
 
 @attrs.frozen
 class Situation:
-    """A conversation: what is read, how, and what happens in between.
+    """A conversation: what is read, how, and what happens in between."""
 
-    Attributes:
-        model: one of `models.PLAIN` or `models.KINDS`.
-        policy: one of `policies.POLICIES`.
-        bound: by which the layers choose again in answers, one of `policies.BOUNDS`, or "none".
-        rows: "one", or several "alike", "padded" on the left, or with "gaps" in one.
-        first: how the first prompt is read and answered.
-        storage: how keys and values are held.
-        buffers: whether memory is reserved for answers: "grown" or "reserved".
-        event: what happens behind the first answer.
-        second: how a second prompt is read and answered.
-    """
-
-    model: str
-    policy: str
-    bound: str
-    rows: str
-    first: str
-    storage: str
-    buffers: str
-    event: str
-    second: str
+    model: str  # one of `models.PLAIN` or `models.KINDS`
+    policy: str  # one of `policies.POLICIES`
+    bound: str  # by which the layers choose again in answers, one of `policies.BOUNDS`, or "none"
+    rows: str  # "one", or several "alike", "padded" on the left, or with "gaps" in one
+    first: str  # how the first prompt is read and answered
+    storage: str  # how keys and values are held
+    buffers: str  # whether memory is reserved for answers: "grown" or "reserved"
+    event: str  # what happens behind the first answer
+    second: str  # how a second prompt is read and answered
 
     def __str__(self) -> str:
         plain = {axis: values[0] for axis, values in AXES.items()}

@@ -13,12 +13,7 @@ from transformers import PreTrainedModel
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import TOVA, FullContext, GemFilter, SnapKV
 from tests.integrations.support.reading import Interrupted, marks_on
-from tests.integrations.test_robustness import (
-    POLICIES,
-    batch_of,
-    failing,
-    generate,
-)
+from tests.integrations.test_robustness import POLICIES, batch_of, failing, generate
 from tests.reference import tiny_model
 
 

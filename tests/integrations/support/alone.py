@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import FullContext
 from tests.integrations.decoding.reading import Kept, held
 from tests.integrations.fuzz.side_by_side import SideBySide
-from tests.integrations.model.builds.dense import Seen, dense_logits
+from tests.integrations.model.builds.dense import COUNTED, Seen, dense_logits, seen_of
+from tests.integrations.support.comparison import Columns
+from tests.reference import random_tokens
 
 # A batch multiplies matrices otherwise than a row alone, and experts are sent other tokens then.
 TOLERANCE = 3e-4
@@ -34,26 +38,18 @@ class Acted:
 
 @attrs.define
 class AloneRow:
-    """One row, read by a cache of its own.
+    """One row, read by a cache of its own."""
 
-    Attributes:
-        model: the model.
-        cache: the cache that reads the row.
-        every: tokens between two choices of a bounded answer; None without a bound.
-        said: the row's tokens.
-        appended: for each column since the last act, whether it is a token and not padding.
-        acts: the policy's acts.
-        kept: by number of tokens read when layers chose, what they held then; the last counts.
-        logits: by number of tokens read, the logits after them.
-    """
-
-    model: PreTrainedModel
-    cache: PolicyCache
-    every: int | None = None
-    said: list[int] = attrs.field(factory=list)
+    model: PreTrainedModel  # the model
+    cache: PolicyCache  # the cache that reads the row
+    every: int | None = None  # tokens between two choices of a bounded answer; None without a bound
+    said: list[int] = attrs.field(factory=list)  # the row's tokens
+    # For each column since the last act, whether it is a token and not padding.
     appended: list[bool] = attrs.field(factory=list)
-    acts: list[Acted] = attrs.field(factory=list)
+    acts: list[Acted] = attrs.field(factory=list)  # the policy's acts
+    # By number of tokens read when layers chose, what they held then; the last counts.
     kept: dict[int, Kept] = attrs.field(factory=dict)
+    # By number of tokens read, the logits after them.
     logits: dict[int, Tensor] = attrs.field(factory=dict)
 
     @property
@@ -141,32 +137,22 @@ class AloneRow:
 
     def _seen(self, places: dict[int, int]) -> list[Seen]:
         """Returns, for each layer, which keys every token sees; `places` are those of positions."""
-        length = len(places)
-        reaching, layers = torch.ones(length, dtype=torch.bool), list[Seen]()
+        kept = {
+            self._place(count, places): [
+                [[places[each] for each in head] for head in layer] for layer in rows[0]
+            ]
+            for count, rows in self.kept.items()
+        }
         restarts = self.cache.policy.propagation.restarts
-        for index, layer in enumerate(self.cache.layers):
-            keys = None
-            if layer.producer is not None:  # sees what reached that layer
-                keys = layers[layer.producer].keys
-            elif layer.positions is not None:
-                heads = layer.positions.shape[1]
-                keys = torch.ones(heads, length, length, dtype=torch.bool)
-                for act in self.acts:
-                    own = slice(self._place(act.start, places), self._place(act.end, places))
-                    keys[:, own, own] &= reaching[own]
-                for count, kept in sorted(self.kept.items()):
-                    end = self._place(count, places)
-                    keys[:, end:, :end] = False
-                    for head, positions in enumerate(kept[0][index]):
-                        keys[head, end:, [places[each] for each in positions]] = True
-                keys |= torch.eye(length, dtype=torch.bool)
-            layers.append(Seen(keys, reaching))
-            reaching = reaching.clone()
-            for act in self.acts if not restarts else ():
-                if index in act.passed:
-                    reaching[act.start : act.end] = False
-                    reaching[act.passed[index]] = True
-        return layers
+        passed = [
+            (
+                slice(self._place(act.start, places), self._place(act.end, places)),
+                {} if restarts else act.passed,
+            )
+            for act in self.acts
+        ]
+        producers = [layer.producer for layer in self.cache.layers]
+        return seen_of(kept, len(places), passed, producers)
 
     @staticmethod
     def _place(position: int, places: dict[int, int]) -> int:
@@ -181,9 +167,13 @@ class AloneRow:
     def _read(self, tokens: Sequence[int]) -> Tensor:
         """Reads tokens and returns the logits of those that went through all layers."""
         ids = torch.tensor([list(tokens)])
-        mask = torch.ones(1, self.seen + len(tokens), dtype=torch.int64)
+        end = self.seen + len(tokens)
+        given = {"input_ids": ids, "attention_mask": torch.ones(1, end, dtype=torch.int64)}
+        # Which `generate` gives, and without which these count from elsewhere.
+        if self.model.config.model_type in (*COUNTED, "bamba"):
+            given["position_ids"] = torch.arange(self.seen, end)[None]
         with self.cache.attached(self.model):
-            output: Any = self.model(input_ids=ids, attention_mask=mask, cache=self.cache)
+            output: Any = self.model(**given, cache=self.cache)
         self.said += tokens
         logits: Tensor = output.logits[0]
         whole = range(len(logits)) if len(logits) == len(tokens) else [len(logits) - 1]
@@ -244,6 +234,29 @@ class BesideAlone(SideBySide):
 
     def _check_report(self) -> None:
         """Nothing: bytes are counted beside the slow reference."""
+
+
+def read_two_turns(
+    model: PreTrainedModel, policy: CachePolicy, lens: Sequence[int], added: Sequence[int]
+) -> PolicyCache:
+    """Reads and answers rows in two turns, beside each alone; returns the cache of all rows.
+
+    Unless everything was kept, what was left out must matter for the last token.
+    """
+    side = BesideAlone(model, model, (), policy, None, PolicyCache(policy))  # type: ignore[arg-type]
+    for turn, counts in enumerate((lens, added)):
+        rows = [random_tokens(10 * turn + row, count) for row, count in enumerate(counts)]
+        new: Columns = [[*[None] * (max(counts) - len(row)), *row] for row in rows]
+        side.generate(new, [0] * len(rows), count=4)
+        side.check()
+    side.close()
+    found = [row.logits[row.seen] for row in side.rows]
+    whole = [dense_logits(model, row.said, row.seen)[-1] for row in side.rows]
+    apart = max(
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, whole, strict=True)
+    )
+    assert (apart > 1e-2) is (policy != FullContext())
+    return side.cache
 
 
 def assert_alike(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> None:

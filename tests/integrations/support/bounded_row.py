@@ -19,17 +19,12 @@ from tests.reference.scored_methods import Scored
 
 @dataclass(frozen=True)
 class Bound:
-    """The rule and the interval by which an answer is kept bounded.
+    """The rule and the interval by which an answer is kept bounded."""
 
-    Attributes:
-        chooses: the method that decides what layers keep; it is shown the last decoded queries.
-        every: tokens of the row from one choice to the next.
-        observers: number of last decoded queries that the method is shown.
-    """
-
+    # The method that decides what layers keep; it is shown the last decoded queries.
     chooses: Method
-    every: int
-    observers: int
+    every: int  # tokens of the row from one choice to the next
+    observers: int  # number of last decoded queries that the method is shown
 
 
 @dataclass(frozen=True)

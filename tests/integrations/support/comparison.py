@@ -108,11 +108,7 @@ class Row(ReferenceState):
         return False
 
     def _layer(
-        self,
-        layer_idx: int,
-        hidden: Tensor,
-        positions: Sequence[int],
-        rotary: Sequence[int],
+        self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
         """Runs one layer as in `ReferenceState`, but with the layer's sliding window."""
         window = self.windows[layer_idx]
@@ -163,37 +159,26 @@ class TogetherRow(Row, TogetherState):
 
 @attrs.define
 class Comparison:
-    """A cache and its model, with a reference state per row for comparison.
-
-    Attributes:
-        model: the model that the cache is attached to.
-        weights: the same model without sliding windows, for the reference.
-        windows: of each layer; None where it sees all.
-        columns: what the cache has read, by row; None is padding.
-        appended: number of columns that were read since the policy last acted.
-        starts: whether `start_turn` has been called for the next forward.
-        named: whether the cache comes from a file, which says what model filled it.
-        filled: whether the cache has read something itself.
-        widths: per layer, slots held when the policy last acted.
-        block: the `attached` block around several actions, if one is open.
-    """
+    """A cache and its model, with a reference state per row for comparison."""
 
     tolerance: ClassVar[float] = TOLERANCE
 
-    model: PreTrainedModel
-    weights: PreTrainedModel
-    windows: Sequence[int | None]
+    model: PreTrainedModel  # the model that the cache is attached to
+    weights: PreTrainedModel  # the same model without sliding windows, for the reference
+    windows: Sequence[int | None]  # of each layer; None where it sees all
     policy: CachePolicy
     method: Method
     cache: PolicyCache
     rows: list[Row] = attrs.field(factory=list)
+    # What the cache has read, by row; None is padding.
     columns: list[list[int | None]] = attrs.field(factory=list)
-    appended: int = 0
-    starts: bool = False
-    named: bool = False
-    filled: bool = False
+    appended: int = 0  # number of columns that were read since the policy last acted
+    starts: bool = False  # whether `start_turn` has been called for the next forward
+    named: bool = False  # whether the cache comes from a file, which says what model filled it
+    filled: bool = False  # whether the cache has read something itself
+    # Per layer, slots held when the policy last acted.
     widths: list[int] = attrs.field(factory=list)
-    block: ExitStack | None = None
+    block: ExitStack | None = None  # the `attached` block around several actions, if one is open
 
     @property
     def batch(self) -> int:
@@ -227,12 +212,13 @@ class Comparison:
         self._check_report()
 
     def _check_model(self) -> None:
-        """Asserts that the model has no hooks of kvpolicy left and its own configuration."""
+        """Asserts that the model has no hooks and no configuration of kvpolicy left."""
         for module in self.model.modules():
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
                 owner = getattr(hook, "__self__", hook)
                 assert not type(owner).__module__.startswith("kvpolicy"), hook
-            assert getattr(module, "config", self.model.config) is self.model.config
+            config = getattr(module, "config", None)
+            assert not type(config).__module__.startswith("kvpolicy"), config
 
     def _check_row(self, index: int, row: Row) -> None:
         for layer, held in zip(self.cache.layers, row.cache, strict=True):

@@ -90,10 +90,7 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         ChunkKV(0.3, window_size=4, kernel_size=3, chunk_size=5),
         reference.ChunkKV(0.3, window_size=4, kernel_size=3, chunk_length=5),
     ),
-    "pyramidinfer": (
-        PyramidInfer(min_context=8),
-        reference.PyramidInfer(min_context=8),
-    ),
+    "pyramidinfer": (PyramidInfer(min_context=8), reference.PyramidInfer(min_context=8)),
     "pyramidinfer_steep": (
         PyramidInfer(
             recent_rate=0.1, decay_ratio=0.3, distance_weight=2.0, num_sinks=2, min_context=3
@@ -191,10 +188,7 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
             standardize=False,
         ),
     ),
-    "replaykv": (
-        replaying(0.29),
-        reference.Replay(0.29, protect=3),
-    ),
+    "replaykv": (replaying(0.29), reference.Replay(0.29, protect=3)),
     "replaykv_after_a_drop": (
         replaying(0.3, window_size=2, tsp_rate=0.5, tsp_layer=1),
         reference.DroppingReplay(0.3, window_size=2, protect=3, tsp_rate=0.5, tsp_layer=1),
@@ -217,10 +211,7 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         reference.UniPrefill((0, 2), 0.7, block_size=5, num_sinks=3, window_size=6),
     ),
     "promptdistill": (PromptDistill(tsp_rate=0.4), reference.PromptDistill(((0, 0.4),))),
-    "lazyllm": (
-        LazyLLM(tsp_rate=0.6),
-        reference.LazyLLM(((0, 0.6), (1, 0.6**2), (2, 0.6**3))),
-    ),
+    "lazyllm": (LazyLLM(tsp_rate=0.6), reference.LazyLLM(((0, 0.6), (1, 0.6**2), (2, 0.6**3)))),
     "sliminfer": (
         SlimInfer(tsp_rate=0.2, chunk_size=2, block_chunks=2),
         reference.SlimInfer(
@@ -294,11 +285,7 @@ def expected_turns(
 
 @cache
 def _expected(
-    weights: Weights,
-    method: Method,
-    row: int,
-    lengths: Lengths,
-    state_class: type[ReferenceState],
+    weights: Weights, method: Method, row: int, lengths: Lengths, state_class: type[ReferenceState]
 ) -> tuple[TurnResult, ...]:
     state = state_class(weights.model, method)
     first = state.turn(random_tokens(row, lengths.first[row]), lengths.num_decode)

@@ -23,9 +23,7 @@ def read(
     """A cache that has read prompts ``[batch, len]`` in one forward, and the forward's logits."""
     cache = PolicyCache(policy)
     with cache.attached(model):
-        output: Any = model(
-            **{"input_ids": ids, "attention_mask": mask, CACHE: cache, **inputs},
-        )
+        output: Any = model(**{"input_ids": ids, "attention_mask": mask, CACHE: cache, **inputs})
     return cache, output.logits
 
 

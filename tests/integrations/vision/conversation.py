@@ -20,19 +20,14 @@ ANSWER = 8
 
 @dataclass
 class Turn:
-    """One call of `generate`.
+    """One call of `generate`."""
 
-    Attributes:
-        tokens: `[batch, ANSWER]`, what was said; the last has not been read.
-        logits: `[batch, ANSWER, vocab]`.
-        kept: per row, layer and KV head the positions kept at the prompt's end; None from a cache
-            without a policy.
-        passed: per row, by layer that dropped the positions that went on.
-    """
-
-    tokens: Tensor
-    logits: Tensor
+    tokens: Tensor  # `[batch, ANSWER]`, what was said; the last has not been read
+    logits: Tensor  # `[batch, ANSWER, vocab]`
+    # Per row, layer and KV head the positions kept at the prompt's end; None from a cache without a
+    # policy.
     kept: list[list[list[list[int]]]] | None
+    # Per row, by layer that dropped the positions that went on.
     passed: list[dict[int, list[int]]] | None
 
 
@@ -45,10 +40,7 @@ class Talk:
 
 
 def converse(
-    family: VisionFamily,
-    model: PreTrainedModel,
-    store: Any,
-    prompts: Sequence[Sequence[Part]],
+    family: VisionFamily, model: PreTrainedModel, store: Any, prompts: Sequence[Sequence[Part]]
 ) -> Talk:
     """Reads every row's prompts one after another, each with all that was said before."""
     talk = Talk([[] for _ in prompts], [])

@@ -5,22 +5,21 @@ What sets a family apart is on: two grids for position ids of three axes, featur
 after the first layers, windows smaller than an image, images that attend both ways.
 """
 
-import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.integrations.model.builds.weights import SCALE, fill
 
 VOCAB_SIZE = 97
 PAD, IMAGE, VIDEO, BEGIN, END, GLOBAL = 0, 90, 91, 92, 93, 94
 # What a text may consist of; the others say where images stand.
 FIRST_SPECIAL = 90
 WINDOW = 20
-SCALE = 1.8
 
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -60,47 +59,32 @@ _QWEN_TOKENS = {
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """How to build one family's tiny model, and how its processor lays out an image.
+    """How to build one family's tiny model, and how its processor lays out an image."""
 
-    Attributes:
-        model_type: Transformers' name of the architecture.
-        text: options of the decoder's configuration, beside and before the common ones.
-        tower: options of the image encoder's configuration.
-        options: of the outer configuration.
-        side: patches along one side of an image, before they are merged; None where images have
-            grids of their own.
-        patch: pixels along one side of a patch.
-        merge: patches along one side that become one token.
-        around: tokens before and after those of an image.
-        leads: whether images stand before all text.
-        both_ways: whose tokens see each other both ways.
-        types: name of the input that says which tokens are images' (or, with a prompt that attends
-            both ways, an answer's), if there is one.
-        axes: of the position ids that the rotary embedding reads.
-        first: position of the first token.
-        windows: by layer, tokens that a sliding layer sees.
-        drops_after: the layer after which tests drop tokens.
-        second_image: whether `generate` takes an image in a later turn.
-        scale: gain of the projections to queries and to keys.
-    """
-
-    model_type: str
+    model_type: str  # Transformers' name of the architecture
+    # Options of the decoder's configuration, beside and before the common ones.
     text: dict[str, Any]
-    tower: dict[str, Any]
-    options: dict[str, Any] = field(default_factory=dict)
+    tower: dict[str, Any]  # options of the image encoder's configuration
+    options: dict[str, Any] = field(default_factory=dict)  # of the outer configuration
+    # Patches along one side of an image, before they are merged; None where images have grids of
+    # their own.
     side: int | None = 10
-    patch: int = 4
-    merge: int = 2
+    patch: int = 4  # pixels along one side of a patch
+    merge: int = 2  # patches along one side that become one token
+    # Tokens before and after those of an image.
     around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    leads: bool = False
+    leads: bool = False  # whether images stand before all text
+    # Whose tokens see each other both ways.
     both_ways: Literal["nothing", "image", "prompt"] = "nothing"
+    # Name of the input that says which tokens are images' (or, with a prompt that attends both
+    # ways, an answer's), if there is one.
     types: Literal["token_type_ids", "mm_token_type_ids"] | None = None
-    axes: Literal[1, 3] = 1
-    first: int = 0
-    windows: tuple[int | None, ...] = (None,) * 4
-    drops_after: int = 1
-    second_image: bool = True
-    scale: float = SCALE
+    axes: Literal[1, 3] = 1  # of the position ids that the rotary embedding reads
+    first: int = 0  # position of the first token
+    windows: tuple[int | None, ...] = (None,) * 4  # by layer, tokens that a sliding layer sees
+    drops_after: int = 1  # the layer after which tests drop tokens
+    second_image: bool = True  # whether `generate` takes an image in a later turn
+    scale: float = SCALE  # gain of the projections to queries and to keys
 
     def build(self, seed: int = 0, *, attn_implementation: str = "sdpa") -> PreTrainedModel:
         """Builds the model, float32, in evaluation mode, without an end-of-sequence token.
@@ -120,7 +104,7 @@ class VisionFamily:
             model = AutoModelForImageTextToText.from_config(
                 config, attn_implementation=attn_implementation
             )
-        _fill(model, torch.Generator().manual_seed(seed), self.scale)
+        fill(model, torch.Generator().manual_seed(seed), self.scale)
         cast(Any, model).lm_head.weight.data[FIRST_SPECIAL:] = 0
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = PAD
@@ -253,29 +237,3 @@ FAMILIES: dict[str, VisionFamily] = {
         second_image=False,
     ),
 }
-
-_QUERIES_AND_KEYS = ("q_proj", "k_proj")
-_OUTPUTS = ("o_proj", "lm_head")
-
-
-@torch.no_grad()
-def _fill(model: nn.Module, generator: torch.Generator, scale: float) -> None:
-    """Overwrites every parameter with draws whose spread depends on what the parameter is for."""
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            draw = torch.randn(parameter.shape, generator=generator)
-            path = f"{prefix}.{name}"
-            if isinstance(module, nn.Embedding):
-                draw = draw / float(getattr(module, "embed_scale", 1.0))
-            elif ".q_norm" in path or ".k_norm" in path:  # these set the size of both
-                draw = parameter + (scale - 1) + 0.1 * scale * draw
-            elif parameter.ndim == 1 or "norm" in path:
-                draw = parameter + (0.1 if "norm" in path else 0.3) * draw
-            else:
-                gain = scale if any(each in path for each in _QUERIES_AND_KEYS) else 1.0
-                gain = 1.5 if any(each in path for each in _OUTPUTS) else gain
-                # A convolution has further axes of inputs. One projection stands transposed.
-                inputs = parameter[0].numel()
-                inputs = parameter.shape[0] if "mm_input_projection" in name else inputs
-                draw = draw * gain / math.sqrt(inputs)
-            parameter.copy_(draw)

@@ -19,14 +19,10 @@ from .models import FIRST_SPECIAL, IMAGE, PAD, VisionFamily
 
 @dataclass(frozen=True)
 class Picture:
-    """An image.
+    """An image."""
 
-    Attributes:
-        seed: of its pixels.
-        grid: tokens by height and width, for families whose images have grids of their own.
-    """
-
-    seed: int
+    seed: int  # of its pixels
+    # Tokens by height and width, for families whose images have grids of their own.
     grid: tuple[int, int] = (4, 6)
 
 

@@ -8,7 +8,7 @@ from .models import FAMILIES
 from .prompts import Part, Picture, words
 
 # Where 1 gives a choice that is a near tie.
-SEEDS = {"gemma3": 2, "internvl": 2}
+SEEDS = {"gemma3": 2, "qwen2_5_vl": 2}
 
 
 @cache
@@ -30,10 +30,7 @@ def first_parts(name: str) -> list[Part]:
 def second_parts(name: str) -> list[Part]:
     """What the rows add in a later turn, of one length; an image too where the family takes it."""
     if FAMILIES[name].second_image:
-        return [
-            [*words(6, 5), Picture(4), *words(7, 8)],
-            [*words(8, 7), Picture(5), *words(9, 6)],
-        ]
+        return [[*words(6, 5), Picture(4), *words(7, 8)], [*words(8, 7), Picture(5), *words(9, 6)]]
     return [words(6, 13), words(8, 13)]
 
 

@@ -181,9 +181,7 @@ def by_hand(store: PolicyCache, ends: tuple[int, ...]) -> Tensor:
     for start, stop in zip((0, *ends), (*ends, ids.shape[1]), strict=True):
         # As `generate` gives them: up to the chunk's end.
         output = model(
-            inputs_embeds=embeds[:, start:stop],
-            token_type_ids=types[:, :stop],
-            cache=store,
+            inputs_embeds=embeds[:, start:stop], token_type_ids=types[:, :stop], cache=store
         )
     return output.logits[:, -1]
 
@@ -234,9 +232,7 @@ def test_types_of_a_chunk_alone() -> None:
         model_of("gemma3")(ids[:, :9], token_type_ids=types[:, :9], cache=store)
         with pytest.raises(UnsupportedModelError, match=r"token_type_ids must be .*\[batch, 36\]"):
             model_of("gemma3")(
-                inputs_embeds=torch.zeros(1, 27, 48),
-                token_type_ids=types[:, 9:36],
-                cache=store,
+                inputs_embeds=torch.zeros(1, 27, 48), token_type_ids=types[:, 9:36], cache=store
             )
 
 
@@ -266,9 +262,7 @@ def test_what_follows_a_prompt_that_sees_itself(method: str) -> None:
             store.start_turn(prompt_len=count)
             for start, stop in zip((0, *ends), (*ends, count), strict=True):
                 output = model(
-                    inputs_embeds=embeds[:, start:stop],
-                    token_type_ids=types[:, :stop],
-                    cache=store,
+                    inputs_embeds=embeds[:, start:stop], token_type_ids=types[:, :stop], cache=store
                 )
         outputs.append(output.logits[:, -1])
     for found in outputs[1:]:

@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy import CachePolicy
-from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.checking import check_model
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.surface import CACHE
-from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV, StreamingLLM
+from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
 from tests.integrations.hybrids.models import apart, generate, tokens
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.model.builds.dense import Seen, decoder_layers, dense_logits
@@ -205,14 +204,6 @@ def test_a_failure_behind_an_image_is_undone(turn: int) -> None:
     assert len(held(store)) == len(before)
     assert all(map(torch.equal, held(store), before))
     assert store.layers[CROSS].is_initialized is bool(turn)
-
-
-@pytest.mark.parametrize("policy", [FastKV(tsp_layer=1), GemFilter(filter_layer=1)])
-def test_an_image_cannot_say_which_tokens_go_on(policy: CachePolicy) -> None:
-    store = PolicyCache(policy)
-    with pytest.raises(UnsupportedModelError, match=r"must attend, but layers \[1\]"):
-        generate(model(), store, torch.tensor(ROWS[:1]))
-    assert store.get_seq_length() == 0
 
 
 def test_the_self_check_reads_text() -> None:

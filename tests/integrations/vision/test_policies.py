@@ -95,36 +95,59 @@ def test_keeping_everything_is_plain_generation(
         assert float((mine.logits - plain.logits).abs().max()) <= TOLERANCE
 
 
+def assert_dense(name: str, talk: Talk, index: int) -> Observed:
+    """Whatever was chosen, row `index` says what the tokens that were kept and passed on say."""
+    chosen = Observed(
+        [turn.kept[index] for turn in talk.turns if turn.kept is not None],
+        [turn.passed[index] for turn in talk.turns if turn.passed is not None],
+    )
+    _, logits = by_reference(FAMILIES[name], model_of(name, "eager"), talk.rows[index], chosen)
+    for turn, expected in zip(talk.turns, logits, strict=True):
+        difference = (turn.logits[index] - expected).abs().max()
+        assert difference <= TOLERANCE, f"logits differ by {difference}"
+    return chosen
+
+
+# Whose prompt attends both ways: whether the last queries are scored so as well is the
+# integration's to say.
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rows", ROWS, ids=ROW_NAMES)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_under_its_own_choices_it_is_dense_attention(
-    name: str, rows: tuple[int, ...], method: str
-) -> None:
-    """Whatever the policy chose, the logits are those of the tokens it kept and passed on."""
-    talk = talk_of(name, rows, method)
-    for index in range(len(rows)):
-        chosen = Observed(
-            [turn.kept[index] for turn in talk.turns if turn.kept is not None],
-            [turn.passed[index] for turn in talk.turns if turn.passed is not None],
-        )
-        _, logits = by_reference(FAMILIES[name], model_of(name, "eager"), talk.rows[index], chosen)
-        for turn, expected in zip(talk.turns, logits, strict=True):
-            difference = (turn.logits[index] - expected).abs().max()
-            assert difference <= TOLERANCE, f"logits differ by {difference}"
+def test_under_its_own_choices_it_is_dense_attention(rows: tuple[int, ...], method: str) -> None:
+    """And a padded row chooses and says what it does alone."""
+    name, talk = "paligemma", talk_of("paligemma", rows, method)
+    for index, row in enumerate(rows):
+        chosen = assert_dense(name, talk, index)
         if method.startswith("fastkv"):
-            layer = FAMILIES[name].drops_after
-            assert len(chosen.passed[0][layer]) < len(
-                tokens_of(FAMILIES[name], talk.rows[index][0])
-            )
+            reached = chosen.passed[0][FAMILIES[name].drops_after]
+            assert len(reached) < len(tokens_of(FAMILIES[name], talk.rows[index][0]))
+        for side, own in zip(talk.turns, talk_of(name, (row,), method).turns, strict=True):
+            assert side.kept is not None
+            assert own.kept is not None
+            assert side.kept[index] == own.kept[0]
+            assert torch.equal(side.tokens[index], own.tokens[0])
+            assert float((side.logits[index] - own.logits[0]).abs().max()) <= TOLERANCE
 
 
-# PaliGemma's prompt attends both ways: whether the last queries are scored so as well is the
-# integration's to say, the choices are those of the test above.
+@pytest.mark.parametrize("method", ["streamingllm", "snapkv", "fastkv"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_further_prompt_is_padded_in_the_middle(name: str, method: str) -> None:
+    """Rows that ask questions of unlike length about the images that they have read."""
+    family, model = FAMILIES[name], model_of(name)
+    questions = [words(6, 5), words(8, 14)]
+    prompts = [
+        [*row, question]
+        for row, question in zip(prompts_of(name, (0, 1), turns=1), questions, strict=True)
+    ]
+    talk = converse(family, model, PolicyCache(both(name, method)[0]), prompts)
+    for index in range(2):
+        assert_dense(name, talk, index)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rows", ROWS, ids=ROW_NAMES)
 @pytest.mark.parametrize("name", [each for each in FAMILIES if each != "paligemma"])
 def test_it_chooses_as_the_slow_reference(name: str, rows: tuple[int, ...], method: str) -> None:
+    """Each row the same alone and padded."""
     talk = talk_of(name, rows, method)
     for index in range(len(rows)):
         assert_same(name, talk, index, both(name, method)[1])
@@ -154,41 +177,6 @@ def test_only_tokens_of_images_are_dropped(method: str, name: str, rows: tuple[i
         assert_same(name, talk, index, VisualTokens(images, stages, observers))
         assert talk.turns[0].passed is not None
         assert set(talk.turns[0].passed[index]) == set(stages)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_padded_row_is_what_it_is_alone(name: str, method: str) -> None:
-    batch = talk_of(name, (0, 1), method)
-    for row in (0, 1):
-        alone = talk_of(name, (row,), method)
-        for side, own in zip(batch.turns, alone.turns, strict=True):
-            assert side.kept is not None
-            assert own.kept is not None
-            assert side.kept[row] == own.kept[0]
-            assert torch.equal(side.tokens[row], own.tokens[0])
-            assert float((side.logits[row] - own.logits[0]).abs().max()) <= TOLERANCE
-
-
-@pytest.mark.parametrize("method", ["streamingllm", "snapkv", "fastkv"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_further_prompt_is_padded_in_the_middle(name: str, method: str) -> None:
-    """Rows that ask questions of unlike length about the images that they have read."""
-    family, model = FAMILIES[name], model_of(name)
-    questions = [words(6, 5), words(8, 14)]
-    prompts = [
-        [*row, question]
-        for row, question in zip(prompts_of(name, (0, 1), turns=1), questions, strict=True)
-    ]
-    talk = converse(family, model, PolicyCache(both(name, method)[0]), prompts)
-    for index in range(2):
-        chosen = Observed(
-            [turn.kept[index] for turn in talk.turns if turn.kept is not None],
-            [turn.passed[index] for turn in talk.turns if turn.passed is not None],
-        )
-        _, logits = by_reference(family, model_of(name, "eager"), talk.rows[index], chosen)
-        for turn, expected in zip(talk.turns, logits, strict=True):
-            assert float((turn.logits[index] - expected).abs().max()) <= TOLERANCE
 
 
 @pytest.mark.parametrize("method", ["snapkv", "fastkv"])

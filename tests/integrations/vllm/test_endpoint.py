@@ -81,12 +81,7 @@ def test_a_question(server: Server, documents: Path) -> None:
     tokenizer = char_tokenizer()
     body = {"question": " who fell?", "max_tokens": 9, "stream": True}
     ids = tokenizer(" who fell?")["input_ids"]
-    wanted = {
-        "max_tokens": 9,
-        "stream": True,
-        "repetition_penalty": 1.0,
-        **document.request(ids),
-    }
+    wanted = {"max_tokens": 9, "stream": True, "repetition_penalty": 1.0, **document.request(ids)}
     found = {"path": "/v1/completions", "got": wanted}
     assert server.ask("/v1/documents/report/completions", body) == (200, found)
     assert server.ask("/v1/documents/report/completions", {**body, "question": ids}) == (200, found)

@@ -7,7 +7,7 @@ its layer is to see in addition to what the model itself masks.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,17 +153,51 @@ class _Masked(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Seen:
-    """What one layer sees of a row.
+    """What one layer sees of a row."""
 
-    Attributes:
-        keys: bool `[kv_heads, len, len]`, whether the query of a row sees the key of a column; None
-            where it sees all that the model lets it.
-        tokens: bool `[len]`, those that reach the layer. Only a layer's states, or its indexer,
-            take these from here; elsewhere the keys of others are not seen.
-    """
-
+    # Bool `[kv_heads, len, len]`, whether the query of a row sees the key of a column; None where
+    # it sees all that the model lets it.
     keys: Tensor | None
+    # Bool `[len]`, those that reach the layer. Only a layer's states, or its indexer, take these
+    # from here; elsewhere the keys of others are not seen.
     tokens: Tensor
+
+
+def seen_of(
+    kept: Mapping[int, Sequence[Sequence[Sequence[int]]]],
+    length: int,
+    passed: Sequence[tuple[slice, Mapping[int, Sequence[int]]]] = (),
+    producers: Sequence[int | None] = (),
+) -> list[Seen]:
+    """By layer what a row's tokens see: what was kept at the last choice, and all that is newer.
+
+    Args:
+        kept: By number of tokens read before a choice, the positions of every layer and head.
+        length: Of the row.
+        passed: By prompt its places, and by layer those that went on.
+        producers: By layer, the one whose keys it borrows.
+    """
+    reaching, layers = torch.ones(length, dtype=torch.bool), list[Seen]()
+    for index, heads in enumerate(kept[min(kept)]):
+        keys = None
+        if producers and producers[index] is not None:  # sees what reached that layer
+            keys = layers[producers[index]].keys  # type: ignore[index]
+        elif heads:
+            keys = torch.ones(len(heads), length, length, dtype=torch.bool)
+            for own, _ in passed:
+                keys[:, own, own] &= reaching[own]
+            for end, chosen in sorted(kept.items()):
+                keys[:, end:, :end] = False
+                for head, positions in enumerate(chosen[index]):
+                    keys[head, end:, positions] = True
+            keys |= torch.eye(length, dtype=torch.bool)
+        layers.append(Seen(keys, reaching))
+        reaching = reaching.clone()
+        for own, by_layer in passed:
+            if index in by_layer:
+                reaching[own] = False
+                reaching[by_layer[index]] = True
+    return layers
 
 
 @torch.no_grad()

@@ -16,8 +16,9 @@ from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM, TokenSelectivePropagation
-from tests.integrations.model.builds.dense import Seen, UnjudgedError, dense_logits
+from tests.integrations.model.builds.dense import Seen, UnjudgedError, dense_logits, seen_of
 from tests.integrations.model.builds.sizes import FIRST_SPECIAL_ID, WINDOW
+from tests.integrations.support.conversation import left_padded
 
 LENS = (47, 31)
 DECODED = 6
@@ -37,29 +38,21 @@ TILED = ("jetmoe",)
 
 @dataclass
 class Verdict:
-    """What became of one model.
+    """What became of one model."""
 
-    Attributes:
-        name: of the build.
-        outcome: right, refused, late (refused after something was computed), wrong, error,
-            unjudged or unbuilt.
-        reason: why, if not right.
-        policies: outcome and reason by policy and batch.
-        own: how far the model's own cache is from its dense attention, by batch.
-        like_own: how far the library, keeping everything, is from the model's own cache, by batch;
-            only where that is not what dense attention gives.
-        effect: largest change of the logits by what was not seen, relative to their size.
-        seconds: for all of it.
-    """
-
-    name: str
+    name: str  # of the build
+    # Right, refused, late (refused after something was computed), wrong, error, unjudged or
+    # unbuilt.
     outcome: str = "right"
-    reason: str = ""
-    policies: dict[str, str] = field(default_factory=dict)
+    reason: str = ""  # why, if not right
+    policies: dict[str, str] = field(default_factory=dict)  # outcome and reason by policy and batch
+    # How far the model's own cache is from its dense attention, by batch.
     own: dict[str, float | str] = field(default_factory=dict)
+    # How far the library, keeping everything, is from the model's own cache, by batch; only where
+    # that is not what dense attention gives.
     like_own: dict[str, float | str] = field(default_factory=dict)
-    effect: float = 0.0
-    seconds: float = 0.0
+    effect: float = 0.0  # largest change of the logits by what was not seen, relative to their size
+    seconds: float = 0.0  # for all of it
 
 
 def _tokens(seed: int, count: int) -> list[int]:
@@ -74,9 +67,7 @@ BATCHES = {"single": ROWS[:1], "padded": ROWS}
 
 def generate(model: PreTrainedModel, rows: list[list[int]], store: Any = None) -> Any:
     """Generates `1 + DECODED` tokens greedily behind left-padded rows."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    ids, mask = left_padded(rows)
     given = {} if store is None else {CACHE: store}
     return model.generate(
         ids,
@@ -91,35 +82,18 @@ def generate(model: PreTrainedModel, rows: list[list[int]], store: Any = None) -
 
 
 def seen_by(store: PolicyCache, row: int, prompt_len: int) -> list[Seen]:
-    """`seen_after` the tokens that every model here decodes."""
-    return seen_after(store, row, prompt_len, prompt_len + DECODED)
-
-
-def seen_after(store: PolicyCache, row: int, prompt_len: int, length: int) -> list[Seen]:
-    """Per layer, what the queries of a row see beyond what the model itself hides.
-
-    A prompt's tokens see those that reached their layer; later ones what was kept of the prompt,
-    and all newer ones. Every token sees itself.
-    """
-    later = torch.arange(length) >= prompt_len
-    reaching = torch.ones(length, dtype=torch.bool)
-    layers: list[Seen] = []
-    for index, layer in enumerate(store.layers):
-        keys = None
-        if layer.positions is not None:
-            held = layer.positions[row, :, : layer.positions.shape[2] - (length - prompt_len)]
-            kept = torch.zeros(held.shape[0], length + 1, dtype=torch.bool)
-            kept = kept.scatter(1, torch.where(held < 0, length, held), True)[:, :length]
-            keys = torch.where(later[None, :, None], (kept | later)[:, None, :], reaching)
-            keys = keys | torch.eye(length, dtype=torch.bool)
-        if layer.producer is not None:  # which sees what reached it
-            keys = layers[layer.producer].keys
-        layers.append(Seen(keys, reaching))
-        if index in store.propagated:
-            passed = store.propagated[index][row]
-            reaching = later.clone()
-            reaching[passed[passed >= 0]] = True
-    return layers
+    """Per layer, what the queries of a row see beyond what the model itself hides."""
+    kept: list[list[list[int]]] = []
+    for layer in store.layers:
+        held = [] if layer.positions is None else layer.positions[row, :, :-DECODED].tolist()
+        kept.append([[place for place in head if place >= 0] for head in held])
+    passed = {
+        index: [place for place in positions[row].tolist() if place >= 0]
+        for index, positions in store.propagated.items()
+    }
+    producers = [layer.producer for layer in store.layers]
+    prompt = slice(prompt_len)
+    return seen_of({prompt_len: kept}, prompt_len + DECODED, [(prompt, passed)], producers)
 
 
 def apart(found: Tensor, want: Tensor) -> float:

@@ -2,23 +2,22 @@
 
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FullContext, StreamingLLM
+from tests.integrations.hybrids.models import tokens
+from tests.integrations.model.builds.catalogue import built
 from tests.integrations.model.builds.dense import Seen, dense_logits
 
 
-def assert_beams_are_dense(model: PreTrainedModel, ids: Tensor) -> None:
-    """Asserts that each beam's score is that of dense attention to its kept and decoded tokens.
-
-    Args:
-        model: Of four layers.
-        ids: ``[1, 40]``, a prompt of which `StreamingLLM(0.3)` keeps the first 4 and last 8.
-    """
+@pytest.mark.parametrize("name", ["bert", "roberta", "falcon"])
+def test_each_beam_scores_as_dense_attention_to_what_it_holds(name: str) -> None:
+    """Of a prompt of which the policy keeps the first 4 and last 8 tokens."""
+    model, ids = built(name), torch.tensor([tokens(0, 40)])
     asked: dict[str, Any] = {
         "num_beams": 3,
         "num_return_sequences": 3,
