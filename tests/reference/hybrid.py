@@ -104,12 +104,7 @@ def attending_layers(model: PreTrainedModel) -> list[int]:
 
 
 def default_layer(attending: Sequence[int], num_layers: int) -> int:
-    """Returns the attending layer nearest to `num_layers // 2 - 1`; of two, the later.
-
-    Example:
-        >>> default_layer([1, 5], 8)
-        5
-    """
+    """Returns the attending layer nearest to `num_layers // 2 - 1`; of two, the later."""
     half = num_layers // 2 - 1
     return min(attending, key=lambda index: (abs(index - half), -index))
 
