@@ -10,7 +10,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvpolicy import CachePolicy, LayerContext, TokenKind
-from kvpolicy.errors import ShapeError
 from kvpolicy.policies import (
     FastV,
     KeepAllSelector,
@@ -128,8 +127,3 @@ def test_pyramid_drop_is_a_composition() -> None:
 
 def test_text_has_the_rate_of_the_full_context() -> None:
     assert FastV().prefill_compute_rate(32) == 1.0
-
-
-def test_kinds_have_the_shape_of_positions() -> None:
-    with pytest.raises(ShapeError, match=r"kinds must be \[batch, kv_heads, key_len\] = \[1, 1, 8"):
-        layer_of([[TEXT] * 7])
