@@ -134,11 +134,14 @@ def test_shares_of_heads() -> None:
     assert share(even, [[], [], []], 2, 0.0) == ([[0, 1, 2, 3], [0, 1], []], inf)
     assert share(even, [[], [0], []], 2, 0.5) == ([[0, 1, 2, 3], [1], [0]], inf)
     assert share(even, [[0], [], []], 1, 1.0) == ([[1], [0], [0]], inf)
+    assert share([[0.5, 0.2], [], [0.1]], [[], [], []], 1, 0.0) == ([[0, 1], [], [0]], inf)
+    falling = [[0.9, 0.8, 0.7, 0.6, 0.5], [0.3, 0.2, 0.1, 0.05]]
+    assert share(falling, [[], []], 3, 0.5)[0] == [[0, 1, 2, 3, 4], [0]]
+    assert share(falling, [[], []], 3, 0.7)[0] == [[0, 1, 2, 3], [0, 1]]
     scores = [[0.8, 0.1, 0.05], [0.4, 0.3, 0.2]]
     for exempt, free, floor, expected, gap in [
         ([[], []], 1, 0.0, [[0], [0]], 0.25),  # 0.4 against 0.3 in the ranking of all
         ([[], []], 2, 0.5, [[0], [0, 1, 2]], 0.5),  # 0.2 against 0.1, of another head
-        ([[], []], 2, 0.7, [[0], [0, 1, 2]], 0.5),  # a head's floor is rounded down
         ([[], []], 2, 1.0, [[0, 1], [0, 1]], 1 / 3),  # 0.1 against 0.2 does not compete
         ([[], [1]], 2, 1.0, [[0, 1], [0, 2]], 0.5),  # 0.1 against 0.05
     ]:
@@ -166,16 +169,24 @@ def test_gem_filter_by_hand() -> None:
     for tokens, protect, kernel_size, expected in [
         (1, 0, 3, [5]),
         (2, 0, 3, [3, 5]),  # of two sevens the earlier
+        (4, 0, 3, [2, 3, 4, 5]),
         (5, 0, 3, [0, 2, 3, 4, 5]),  # of two below zero the earlier
         (9, 0, 3, [0, 1, 2, 3, 4, 5]),
+        (3, 0, 1, [3, 4, 5]),
         (4, 0, 1, [0, 3, 4, 5]),
         (3, 1, 3, [0, 3, 5]),
+        (1, 2, 3, [0, 1, 5]),
         (1, 6, 3, [0, 1, 2, 3, 4, 5]),
     ]:
         method = GemFilter(None, None, kernel_size, tokens, protect=protect)
         assert method.restart_on(gem_view(products, 6, 6))[0] == expected
-    _, gap = GemFilter(None, None, 1, 2).restart_on(gem_view([[10.0, -20.0, 3, 8, 0]] * 2, 5, 5))
-    assert gap == pytest.approx(2 / 20)
+    assert GemFilter(None, 0.5).restart_on(gem_view(products, 6, 6))[0][-1] == 5
+    assert GemFilter(None, 0.1).restart_on(gem_view(products, 6, 6))[0] == [5]
+    products = [[10.0, -20.0, 3.0, 8.0, 0.0], [0.0, 12.0, 3.0, 0.0, 0.0]]  # means 5, -4, 3, 4
+    found = GemFilter(None, None, 1, 2).restart_on(gem_view(products, 5, 5))
+    assert found == ([0, 4], pytest.approx(1 / 20))
+    alone = GemFilter(None, None, 1, 2, protect=1)
+    assert alone.restart_on(gem_view(products, 5, 5)) == ([0, 4], inf)
     # Held keys take part in pooling but cannot be chosen; rates count all tokens seen. Pooled over
     # three, times three: (9), (9), 11, 7, 7, (5).
     view = gem_view([[0.0, 9.0, 0.0, 2.0, 5.0, 0.0]] * 2, 4, 10)  # two held, four new
