@@ -27,10 +27,6 @@ class Geometry:
     head_dim: int
     rope_theta: float
 
-    @property
-    def group(self) -> int:
-        return self.query_heads // self.kv_heads
-
 
 def geometry(model: PreTrainedModel) -> Geometry:
     """Reads the sizes from the configuration and the weights of `model`."""

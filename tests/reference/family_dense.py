@@ -1,4 +1,9 @@
-"""Runs a model's own code without a cache, with evicted tokens masked."""
+"""Runs a model's own code without a cache, with evicted tokens masked.
+
+A policy that evicts tokens must give the same result as dense attention in which those tokens are
+masked. The same holds for a policy that drops tokens in prefill: a token that did not reach a layer
+is masked for all queries of that layer.
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -18,11 +23,18 @@ def layer_modules(model: PreTrainedModel) -> list[nn.Module]:
     return list(next(each for each in lists if len(each) == count))
 
 
-@torch.no_grad()
 def family_logits(model: PreTrainedModel, token_ids: Sequence[int], act: Act) -> Tensor:
     """Runs a whole row with every layer's own mask hiding what was evicted."""
-    lowest = torch.finfo(torch.float32).min
     visible = visible_after([act], model.config.num_attention_heads, len(token_ids))
+    return dense_masked_logits(model, token_ids, visible)
+
+
+@torch.no_grad()
+def dense_masked_logits(
+    model: PreTrainedModel, token_ids: Sequence[int], visible: Sequence[Tensor]
+) -> Tensor:
+    """Runs a whole row with a mask `[query_heads, len, len]` beside each layer's own."""
+    lowest = torch.finfo(torch.float32).min
 
     def narrowed(index: int) -> Any:
         extra = torch.where(visible[index], 0.0, lowest)[None]
@@ -31,7 +43,8 @@ def family_logits(model: PreTrainedModel, token_ids: Sequence[int], act: Act) ->
             given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
             given = {**given, **given.pop("kwargs", {})}
             own = given["attention_mask"]
-            return (), {**given, "attention_mask": torch.clamp(own + extra, min=lowest)}
+            mask = extra if own is None else torch.clamp(own + extra, min=lowest)
+            return (), {**given, "attention_mask": mask}
 
         return hook
 
