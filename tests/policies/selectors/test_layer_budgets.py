@@ -199,6 +199,30 @@ def test_adaptive_heads_against_the_slow_reference(
     assert kept.shape[-1] == longest
 
 
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize(
+    ("floor", "expected"), [(0.5, [[0, 1, 2, 3, 4], [0]]), (0.7, [[0, 1, 2, 3], [0, 1]])]
+)
+def test_places_that_are_a_heads_own_are_rounded_down(
+    floor: float, expected: list[list[int]], padding: int
+) -> None:
+    """Of three places for each head one or two; the most salient of all take the others."""
+    positions = torch.arange(-padding, 5).clamp(min=-1).expand(1, 2, -1)
+    context = prompt(
+        5 + padding,
+        kv_heads=2,
+        positions=positions,
+        new_valid=positions[:, 0] >= 0,
+        seen_len=(5,),
+        held_len=(5,),
+    )
+    rows = [[0.9, 0.8, 0.7, 0.6, 0.5], [0.3, 0.2, 0.1, 0.05, 0.04]]
+    saliency = torch.tensor([[[1.0] * padding + row for row in rows]])
+    selector = AdaptiveHeadSelector(retention_tokens=3, window_size=0, floor=floor)
+    kept = selector.select(saliency, context)
+    assert [slots_of(kept[0, head], context, 0, head) for head in range(2)] == expected
+
+
 def test_rates_of_adaptive_heads_are_their_mean() -> None:
     selector = AdaptiveHeadSelector(0.25, window_size=2)
     assert selector.kept_rates(3) == [0.25] * 3
