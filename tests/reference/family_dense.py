@@ -25,15 +25,30 @@ def layer_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 def family_logits(model: PreTrainedModel, token_ids: Sequence[int], act: Act) -> Tensor:
     """Runs a whole row with every layer's own mask hiding what was evicted."""
-    visible = visible_after([act], model.config.num_attention_heads, len(token_ids))
-    return dense_masked_logits(model, token_ids, visible)
+    return family_dense(model, token_ids, [act])[0]
+
+
+@torch.no_grad()
+def family_dense(
+    model: PreTrainedModel, token_ids: Sequence[int], acts: Sequence[Act], **asked: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns logits `[len, vocab]`, and if asked weights `[query_heads, len, len]` by layer."""
+    visible = visible_after(acts, model.config.num_attention_heads, len(token_ids))
+    return under_masks(model, token_ids, visible, **asked)
 
 
 @torch.no_grad()
 def dense_masked_logits(
     model: PreTrainedModel, token_ids: Sequence[int], visible: Sequence[Tensor]
 ) -> Tensor:
-    """Runs a whole row with a mask `[query_heads, len, len]` beside each layer's own."""
+    """Runs a whole row with masks `[query_heads, len, len]`, one for each layer."""
+    return under_masks(model, token_ids, visible)[0]
+
+
+def under_masks(
+    model: PreTrainedModel, token_ids: Sequence[int], visible: Sequence[Tensor], **asked: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """Runs a whole row with a mask beside each layer's own; returns as `family_dense`."""
     lowest = torch.finfo(torch.float32).min
 
     def narrowed(index: int) -> Any:
@@ -53,8 +68,8 @@ def dense_masked_logits(
         for index, layer in enumerate(layer_modules(model))
     ]
     try:
-        logits: Tensor = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+        output: Any = model(torch.tensor([list(token_ids)]), use_cache=False, **asked)
     finally:
         for handle in handles:
             handle.remove()
-    return logits
+    return output.logits[0], [each[0] for each in output.get("attentions") or ()]
