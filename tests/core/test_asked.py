@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, DecodingEviction, LayerContext, RotaryEmbedding, Scorer
-from kvpolicy.errors import ShapeError
 from kvpolicy.layer_inputs import AttentionSettings, LayerInputs
 from kvpolicy.policies import (
     GQAGroupSelector,
@@ -273,14 +272,6 @@ def test_a_restart_looks_back_too() -> None:
         context.layer.history[-1], context
     )
     assert torch.equal(chosen, own)
-
-
-def test_axes_are_checked() -> None:
-    context = context_of()
-    with pytest.raises(ShapeError, match="history must hold tensors"):
-        with_layer(context, history=(torch.zeros(2, 6, 10),))
-    with pytest.raises(ShapeError, match="output_weight must be"):
-        with_layer(context, output_weight=torch.zeros(2, 6, 13))
 
 
 def test_a_selector_of_what_is_stored_gets_the_mean_of_all_heads() -> None:

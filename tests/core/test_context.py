@@ -153,6 +153,55 @@ def test_a_layer_without_queries_goes_on_without_them() -> None:
         ({"layer_idx": 1}, ValueError, "layer_idx must be at most 0, got 1"),
         ({"num_layers": 0}, ValueError, "num_layers must be at least 1, got 0"),
         (
+            {"keys": torch.ones(BATCH, LENGTH, 11)},
+            ShapeError,
+            r"keys must be \[batch, kv_heads, key_len, head_dim\]",
+        ),
+        (
+            {"queries": torch.ones(BATCH, HEADS, 2, 4)},
+            ShapeError,
+            "queries and keys must agree in batch and head_dim",
+        ),
+        (
+            {"queries": torch.ones(BATCH, 4, 2, 11)},
+            ShapeError,
+            "query_heads must be a multiple of kv_heads",
+        ),
+        ({"queries": torch.ones(BATCH, HEADS, 6, 11)}, ShapeError, "must hold, got 6, 5 and 5"),
+        ({"values": torch.ones(BATCH, HEADS, 4, 13)}, ShapeError, "values must be"),
+        ({"positions": torch.ones(BATCH, LENGTH)}, ShapeError, r"= \[2, 3, 5\], got \[2, 5\]"),
+        (
+            {"new_valid": torch.ones(3, LENGTH)},
+            ShapeError,
+            r"new_valid must be \[batch, new_len\] with batch=2",
+        ),
+        (
+            {"new_valid": torch.ones(BATCH, 6)},
+            ShapeError,
+            "query_len <= new_len <= key_len must hold",
+        ),
+        ({"seen_len": (3,)}, ShapeError, "seen_len must have one entry per row"),
+        (
+            {"attention": AttentionSettings(1.0, sinks=torch.ones(2))},
+            ShapeError,
+            r"sinks must be \[query_heads\] = \[3\], got \[2\]",
+        ),
+        (
+            {"kinds": torch.ones(BATCH, HEADS, 4, dtype=torch.int8)},
+            ShapeError,
+            r"kinds must be \[batch, kv_heads, key_len\] = \[2, 3, 5\]",
+        ),
+        (
+            {"layer": LayerInputs(history=(torch.ones(BATCH, HEADS, 4),))},
+            ShapeError,
+            "history must hold tensors",
+        ),
+        (
+            {"layer": LayerInputs(output_weight=torch.ones(2, 13, 7))},
+            ShapeError,
+            "output_weight must be",
+        ),
+        (
             {"keys": torch.ones(0, HEADS, LENGTH, 11), "queries": torch.ones(0, HEADS, 2, 11)},
             ShapeError,
             "keys must have at least one row and one head, got \\[0, 3, 5, 11\\]",

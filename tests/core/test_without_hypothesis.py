@@ -1,7 +1,5 @@
 """Parts can be held against the contract where hypothesis is not installed."""
 
-import pytest
-
 from tests.processes import python
 
 BLOCKED = """
@@ -57,25 +55,14 @@ print(any(name.split(".")[0] == "hypothesis" for name in sys.modules))
 """
 
 
-@pytest.fixture(scope="module")
-def said() -> list[str]:
-    """What the checks say of right and of broken parts, where hypothesis cannot be imported."""
-    return python("-W", "error", "-c", BLOCKED + SCRIPT).stdout.splitlines()
-
-
-def test_right_parts_pass(said: list[str]) -> None:
+def test_what_the_checks_say_where_hypothesis_cannot_be_imported() -> None:
+    """Right parts pass, broken ones are found, and what needs hypothesis names the extra."""
+    said = python("-W", "error", "-c", BLOCKED + SCRIPT).stdout.splitlines()
     assert said[:3] == ["nothing"] * 3
-
-
-def test_broken_parts_are_found(said: list[str]) -> None:
     assert "a padded row must get the same saliency as without padding" in said[3]
     assert "indices must be ascending" in said[4]
     assert "tokens may go on, but propagate returned None" in said[5]
-
-
-def test_what_needs_hypothesis_names_the_extra(said: list[str]) -> None:
-    names = ("shrink=True", "layer_contexts", "saliencies")
-    for name, found in zip(names, said[6:9], strict=True):
+    for name, found in zip(("shrink=True", "layer_contexts", "saliencies"), said[6:9], strict=True):
         assert found.startswith(f"{name} needs hypothesis")
         assert "pip install 'kvpolicy[test]'" in found
     assert said[9:] == ["False"]

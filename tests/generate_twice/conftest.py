@@ -3,6 +3,4 @@
 import sys
 from pathlib import Path
 
-TOOLS = Path(__file__).parents[1] / "tools"
-SCRIPT = TOOLS / "generate_twice" / "run.py"
-sys.path.append(str(TOOLS))
+sys.path.append(str(Path(__file__).parents[1] / "tools"))

@@ -1,18 +1,17 @@
 """The comparing wrapper: it finds what is put in, leaves the caller's call alone, gives reasons."""
 
-import importlib.util
 import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from generate_twice import run
 from generate_twice.arguments import Arguments
 from generate_twice.outputs import differences
 from generate_twice.record import Comparison, Record
@@ -23,7 +22,6 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import StreamingLLM
-from tests.generate_twice.conftest import SCRIPT
 from tests.reference import random_tokens, tiny_model
 
 NEW = 5
@@ -225,38 +223,39 @@ def test_generate_is_itself_again_afterwards() -> None:
     assert (GenerationMixin.generate, GenerationMixin._prepare_cache_for_generation) == before
 
 
-def test_hidden_states_of_padding_are_not_compared() -> None:
-    mask = torch.tensor([[0, 1, 1]])
-    own = {"sequences": torch.zeros(1, 3), "hidden_states": ((torch.zeros(1, 3, 2),),)}
-    at_padding, at_token = torch.zeros(1, 3, 2), torch.zeros(1, 3, 2)
-    at_padding[0, 0], at_token[0, 1] = 1.0, 1.0
-    assert not differences(own, {**own, "hidden_states": ((at_padding,),)}, mask)
-    assert differences(own, {**own, "hidden_states": ((at_token,),)}, mask) == {
-        "hidden_states": "off by 1.0e+00[0][0]"
-    }
-    assert differences(own, {**own, "hidden_states": ()}, mask) == {
-        "hidden_states": "1 and 0 of them"
-    }
-    assert differences(own, {**own, "logits": (at_token,)}, mask) == {
-        "logits": "NoneType and tuple"
-    }
+LOW = torch.tensor([[-torch.inf, 1.0]])
+NARROW = torch.tensor([[[[0.4, 0.6]]]])
+HIDDEN = torch.zeros(1, 3, 2)
 
 
-def test_attentions_under_a_window_may_have_fewer_columns() -> None:
-    narrow, wide = torch.tensor([[[[0.4, 0.6]]]]), torch.tensor([[[[0.0, 0.4, 0.6]]]])
-    other = torch.tensor([[[[0.1, 0.3, 0.6]]]])
-    assert not differences({"attentions": ((narrow,),)}, {"attentions": ((wide,),)}, None)
-    assert differences({"attentions": ((narrow,),)}, {"attentions": ((other,),)}, None) == {
-        "attentions": "off by 1.0e-01[0][0]"
-    }
+def hidden_with(token: int) -> Tensor:
+    """One at a token, of which the first is padding."""
+    return torch.eye(3)[:, token].view(1, 3, 1).expand(1, 3, 2)
 
 
-def test_minus_infinity_of_processed_scores() -> None:
-    low = torch.tensor([[-torch.inf, 1.0]])
-    assert not differences({"scores": (low,)}, {"scores": (low.clone(),)}, None)
-    assert differences({"scores": (low,)}, {"scores": (low.flip(1),)}, None) == {
-        "scores": "off by inf[0]"
-    }
+@pytest.mark.parametrize(
+    ("field", "own", "other", "how"),
+    [
+        ("hidden_states", ((HIDDEN,),), ((hidden_with(0),),), None),
+        ("hidden_states", ((HIDDEN,),), ((hidden_with(1),),), "off by 1.0e+00[0][0]"),
+        ("hidden_states", ((HIDDEN,),), (), "1 and 0 of them"),
+        ("logits", None, (hidden_with(1),), "NoneType and tuple"),
+        # Under a window attentions may have fewer columns.
+        ("attentions", ((NARROW,),), ((torch.tensor([[[[0.0, 0.4, 0.6]]]]),),), None),
+        (
+            "attentions",
+            ((NARROW,),),
+            ((torch.tensor([[[[0.1, 0.3, 0.6]]]]),),),
+            "off by 1.0e-01[0][0]",
+        ),
+        ("scores", (LOW,), (LOW.clone(),), None),
+        ("scores", (LOW,), (LOW.flip(1),), "off by inf[0]"),
+    ],
+)
+def test_differences_by_hand(field: str, own: Any, other: Any, how: str | None) -> None:
+    mask = torch.tensor([[0, 1, 1]]) if field == "hidden_states" else None
+    expected = {} if how is None else {field: how}
+    assert differences({field: own}, {field: other}, mask) == expected
 
 
 def test_account_names_what_differs() -> None:
@@ -266,15 +265,6 @@ def test_account_names_what_differs() -> None:
     assert "gpt_oss      fixed                       0        1        0        0" in lines
     assert f"  {test} [fixed] logits: off by 1" in lines
     assert "     1  static" in lines
-
-
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("transformers_tests_run", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 TEST = """
@@ -316,7 +306,7 @@ def _checkout(folder: Path, version: str = transformers.__version__) -> Path:
 
 def test_command_runs_a_checkouts_tests(tmp_path: Path) -> None:
     """A test that fails of its own does not count; this repository's `tests` is not in the way."""
-    command = [sys.executable, SCRIPT, _checkout(tmp_path), "--models", "llama"]
+    command = [sys.executable, run.__file__, _checkout(tmp_path), "--models", "llama"]
     done = subprocess.run(
         [*map(str, command), "--out", str(tmp_path / "out.json")], capture_output=True, text=True
     )
@@ -327,12 +317,11 @@ def test_command_runs_a_checkouts_tests(tmp_path: Path) -> None:
 
 
 def test_command_refuses_another_version_and_half_a_checkout(tmp_path: Path) -> None:
-    script = _script()
     checkout = _checkout(tmp_path, version="5.0.0")
     with pytest.raises(ValueError, match=r"installed, .*, got 5\.0\.0; run `git checkout v"):
-        script.check_version(checkout)
+        run.check_version(checkout)
     with pytest.raises(ValueError, match=r"has no tests/models/qwen2/test_modeling_qwen2\.py"):
-        script.test_files(checkout, ["llama", "qwen2"])
-    assert script.test_files(checkout, ["llama"]) == [
+        run.test_files(checkout, ["llama", "qwen2"])
+    assert run.test_files(checkout, ["llama"]) == [
         Path("tests/models/llama/test_modeling_llama.py")
     ]

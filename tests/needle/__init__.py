@@ -12,10 +12,8 @@ from tests.needle.task import (
     MODEL_DIR,
     NeedlePrompt,
     NeedleTask,
-    exact_match,
     load_model,
     load_tokenizer,
     needle_prompts,
     text_of,
-    write_questions,
 )

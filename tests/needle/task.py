@@ -7,7 +7,6 @@ question is two tokens long, so that any method that looks at the last 8 tokens 
 whole. Every other pair and link is a distractor.
 """
 
-import json
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
-from attrs.validators import ge, in_, instance_of
 
 from tests.needle.vocabulary import (
     BOS,
@@ -23,7 +21,6 @@ from tests.needle.vocabulary import (
     FILLERS,
     KEY,
     LINK,
-    NUM_SYMBOLS,
     QUERY,
     QUERY2,
     SYMBOLS,
@@ -36,82 +33,35 @@ if TYPE_CHECKING:
 
 MODEL_DIR = Path(__file__).parent / "weights"
 NUM_VALUES = 3
-MAX_PAIRS = NUM_SYMBOLS // (NUM_VALUES + 2)
-_PAIR_LEN = NUM_VALUES + 3
-_LINK_LEN = 3
-_QUESTION_LEN = 2
+# Tokens beside the filler: of a prompt, and of a pair with its link.
+_FRAME_LEN, _FACT_LEN = 3, NUM_VALUES + 6
 
 
 @attrs.frozen
 class NeedlePrompt:
-    """A context with a hidden fact (the needle), a question for it, and its answer.
-
-    Attributes:
-        input_ids: the prompt's tokens, question included.
-        answer: the tokens a correct continuation starts with.
-        hops: 1 for a lookup, 2 for a lookup through a link.
-        depth: where the asked pair starts, as a fraction of the prompt in [0, 1].
-    """
+    """A prompt's tokens, question included, and the tokens that a correct answer starts with."""
 
     input_ids: tuple[int, ...]
     answer: tuple[int, ...]
-    hops: int
-    depth: float
 
 
 @attrs.frozen
 class NeedleTask:
-    """Draws needle prompts of one length and one number of hops.
+    """Draws needle prompts of one length in tokens and one number of hops.
 
     Pairs and links are in random order at random depths, with every division of the filler among
     the gaps equally likely. One-hop prompts hold the same links as two-hop prompts: the two kinds
     differ in the question only, and with the same seed they hide the same pairs in the same places.
     All symbols of a prompt are distinct, apart from a link's target.
-
-    Example:
-        >>> task = NeedleTask(context_len=64, hops=2, num_pairs=4)
-        >>> prompt = task.prompts(1)[0]
-        >>> len(prompt.input_ids), len(prompt.answer), prompt.hops
-        (64, 3, 2)
     """
 
-    context_len: int = attrs.field(default=1024, validator=instance_of(int))
-    hops: int = attrs.field(default=1, validator=in_((1, 2)))
-    num_pairs: int = attrs.field(default=16, validator=[instance_of(int), ge(1)])
-
-    @num_pairs.validator
-    def _fits_symbols(self, attribute: "attrs.Attribute[int]", value: int) -> None:
-        if value > MAX_PAIRS:
-            raise ValueError(
-                f"num_pairs must be at most {MAX_PAIRS} (distinct symbols run out), got {value}"
-            )
-
-    def __attrs_post_init__(self) -> None:
-        if self.context_len < self.min_context_len:
-            raise ValueError(
-                f"context_len must be at least {self.min_context_len} tokens for "
-                f"num_pairs={self.num_pairs}, got {self.context_len}; "
-                "raise context_len or lower num_pairs"
-            )
-
-    @property
-    def min_context_len(self) -> int:
-        """The length in tokens of a prompt of this task without filler."""
-        return 1 + self.num_pairs * (_PAIR_LEN + _LINK_LEN) + _QUESTION_LEN
+    context_len: int = 1024
+    hops: int = 1
+    num_pairs: int = 16
 
     def prompts(self, count: int, seed: int = 0) -> list[NeedlePrompt]:
-        """Draw ``count`` needle prompts from a seed.
-
-        The same seed gives the same prompts, and a longer list starts with the shorter one.
-
-        Example:
-            >>> task = NeedleTask(context_len=64, num_pairs=4)
-            >>> task.prompts(2, seed=7) == task.prompts(3, seed=7)[:2]
-            True
-        """
-        if count < 0:
-            raise ValueError(f"count must be at least 0, got {count}")
-        rng = random.Random(str(seed))  # an integer would count without its sign
+        """Draw needle prompts: a longer list of the same seed starts with the shorter one."""
+        rng = random.Random(str(seed))
         return [self._draw(rng) for _ in range(count)]
 
     def _draw(self, rng: random.Random) -> NeedlePrompt:
@@ -124,31 +74,21 @@ class NeedleTask:
         segments = [[KEY, *pair, END] for pair in pairs]
         segments += [[LINK, name, pair[0]] for name, pair in zip(names, pairs, strict=True)]
         asked = rng.randrange(self.num_pairs)
-        needle = segments[asked]
         question = [QUERY, pairs[asked][0]] if self.hops == 1 else [QUERY2, names[asked]]
         rng.shuffle(segments)
         body: list[int] = [BOS]
-        start = 0
-        *before, last = gaps(rng, self.context_len - self.min_context_len, len(segments))
+        fillers = self.context_len - _FRAME_LEN - self.num_pairs * _FACT_LEN
+        *before, last = gaps(rng, fillers, len(segments))
         for segment, gap in zip(segments, before, strict=True):
-            body += rng.choices(FILLERS, k=gap)
-            if segment is needle:
-                start = len(body)
-            body += segment
+            body += [*rng.choices(FILLERS, k=gap), *segment]
         body += [*rng.choices(FILLERS, k=last), *question]
-        return NeedlePrompt(
-            tuple(body), tuple(pairs[asked][1:]), self.hops, start / self.context_len
-        )
+        return NeedlePrompt(tuple(body), tuple(pairs[asked][1:]))
 
 
 def gaps(rng: random.Random, fillers: int, count: int) -> list[int]:
-    """Divide ``fillers`` filler tokens randomly over the gaps around and between segments.
+    """Divide ``fillers`` filler tokens over the gaps around and between segments.
 
     All ways to divide them are equally likely.
-
-    Example:
-        >>> sum(gaps(random.Random(0), 7, 3)), len(gaps(random.Random(0), 7, 3))
-        (7, 4)
     """
     slots = fillers + count
     cuts = [-1, *sorted(rng.sample(range(slots), count)), slots]
@@ -160,45 +100,15 @@ def needle_prompts(context_len: int = 1024, count: int = 200, seed: int = 0) -> 
 
     Short prompts hold fewer pairs. The two kinds share their contexts and differ in the question.
     """
-    shares = (count - count // 2, count // 2)
-    return [
-        prompt
-        for hops, share in enumerate(shares, start=1)
-        for prompt in NeedleTask(
-            context_len=context_len, hops=hops, num_pairs=min(16, context_len // 16)
-        ).prompts(share, seed)
-    ]
+    pairs = min(16, context_len // 16)
+    one, two = (NeedleTask(context_len, hops, pairs) for hops in (1, 2))
+    return [*one.prompts(count - count // 2, seed), *two.prompts(count // 2, seed)]
 
 
 def text_of(ids: Sequence[int]) -> str:
     """Return tokens as text, which the needle model's tokenizer reads as these tokens."""
     names = token_names()
     return " ".join(names[token] for token in ids)
-
-
-def write_questions(file: Path, prompts: Sequence[NeedlePrompt]) -> Path:
-    """Write prompts as a file of questions, which the needle model continues; return the file."""
-    entries = (
-        {
-            "context": text_of(prompt.input_ids[:-2]),
-            "question": text_of(prompt.input_ids[-2:]),
-            "answer": text_of(prompt.answer),
-            "plain": True,
-        }
-        for prompt in prompts
-    )
-    file.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
-    return file
-
-
-def exact_match(generated: Sequence[int], answer: Sequence[int]) -> bool:
-    """True if the generated tokens start with the answer.
-
-    Example:
-        >>> exact_match([4, 88, 9, 2], (4, 88, 9)), exact_match([4, 88], (4, 88, 9))
-        (True, False)
-    """
-    return tuple(generated[: len(answer)]) == tuple(answer)
 
 
 def load_model(dtype: "torch.dtype | None" = None) -> "LlamaForCausalLM":

@@ -10,17 +10,10 @@ NUM_FILLERS = 88
 NUM_SYMBOLS = 128
 FILLERS = range(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + NUM_FILLERS)
 SYMBOLS = range(FILLERS.stop, FILLERS.stop + NUM_SYMBOLS)
-VOCAB_SIZE = SYMBOLS.stop
 
 
 def token_names() -> list[str]:
-    """Return the text of every token in the needle model's vocabulary, in the order of ids.
-
-    Example:
-        >>> names = token_names()
-        >>> names[KEY], names[FILLERS[0]], names[SYMBOLS[-1]], len(names)
-        ('KEY', 'f0', 's127', 224)
-    """
+    """Return the text of every token in the needle model's vocabulary, in the order of ids."""
     fillers = [f"f{index}" for index in range(NUM_FILLERS)]
     symbols = [f"s{index}" for index in range(NUM_SYMBOLS)]
     return [*SPECIAL_TOKENS, *fillers, *symbols]

@@ -47,24 +47,23 @@ def test_every_method_has_all_sections_once_and_in_order(name: str) -> None:
     assert max(len(line) for line in doc.splitlines()) <= 96
 
 
-def outside_and_inside(text: str) -> tuple[list[Any], list[Any]]:
-    """Values that an argument's description rules out, and some that it allows."""
+def outside_and_inside(text: str) -> tuple[list[Any], list[Any], str]:
+    """Values that an argument's description rules out, some that it allows, and what is said."""
     if least := re.search(r"at least (\d+)", text, re.IGNORECASE):
-        return [int(least[1]) - 1], [int(least[1])]
-    for pattern, values in {
-        r"^Indices": ([(-1,)], [(0,)]),
-        r"^Whether": ([], [False, True]),
-        r"in \(0, 1\]": ([0.0, 1.01], [0.5 if "average" in text else 1.0]),
-        r"in \[0, 1\]": ([-0.01, 1.01], [0.0, 1.0]),
-        r"\bodd\b": ([2], [3]),
-        r"\babove 0\b": ([0.0], [0.1]),
-        r"\bfrom 0\b": ([-1], [0]),
-        r"^A `DecodingEviction`": ([1], [None, ROLLING]),
-        r"^Ids\b": ([[-1]], [[], [0, 3]]),
-        r"^Whether\b": ([], [True, False]),
+        return [int(least[1]) - 1], [int(least[1])], f"must be at least {least[1]}"
+    for pattern, found in {
+        r"^Indices": ([(-1,)], [(0,)], "must be at least 0"),
+        r"^Whether": ([], [False, True], ""),
+        r"in \(0, 1\]": ([0.0, 1.01], [0.5 if "average" in text else 1.0], r"must be in \(0, 1\]"),
+        r"in \[0, 1\]": ([-0.01, 1.01], [0.0, 1.0], r"must be in \[0, 1\]"),
+        r"\bodd\b": ([2], [3], "must be odd"),
+        r"\babove 0\b": ([0.0], [0.1], "must be above 0 and finite"),
+        r"\bfrom 0\b": ([-1], [0], "must be at least 0"),
+        r"^A `DecodingEviction`": ([1], [None, ROLLING], "must be a DecodingEviction or None"),
+        r"^Ids\b": ([[-1]], [[], [0, 3]], "must be at least 0"),
     }.items():
         if re.search(pattern, text):
-            return values
+            return found
     raise AssertionError(f"no range in: {text}")
 
 
@@ -79,9 +78,9 @@ def outside_and_inside(text: str) -> tuple[list[Any], list[Any]]:
 def test_the_range_that_is_documented_is_the_one_that_is_checked(
     name: str, argument: str, text: str
 ) -> None:
-    outside, inside = outside_and_inside(text)
+    outside, inside, said = outside_and_inside(text)
     for value in outside:
-        with pytest.raises(ValueError, match=argument):
+        with pytest.raises(ValueError, match=rf"{argument} (of \w+ )?{said}"):
             METHODS[name](**{argument: value})
     for value in inside:
         if "at most ``tsp_rate``" not in text:

@@ -7,8 +7,9 @@ code, so they agree only where both follow the description.
 # ruff: noqa: F401 (the names are those of the package)
 
 from .anomaly import NestedKV
-from .dense import Act, causal_visible, dense_masked_logits, visible_after
+from .dense import Act, visible_after
 from .droppers import CLAA, LazyLLM, PromptDistill, SlimInfer, UniPrefill
+from .family_dense import dense_masked_logits
 from .gapless import GaplessState
 from .gem_filter import GemFilter
 from .generation import ReferenceState, TurnResult

@@ -19,26 +19,13 @@ from .attention import Entry
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of a model's attention; only sizes that this reference covers are allowed.
-
-    Attributes:
-        num_layers: decoder layers.
-        query_heads: query heads per layer.
-        kv_heads: KV heads per layer.
-        head_dim: width of a head.
-        rope_theta: base of the rotary frequencies.
-    """
+    """The sizes of a model's attention; only sizes that this reference covers are allowed."""
 
     num_layers: int
     query_heads: int
     kv_heads: int
     head_dim: int
     rope_theta: float
-
-    @property
-    def group(self) -> int:
-        """Returns the number of query heads per KV head."""
-        return self.query_heads // self.kv_heads
 
 
 def geometry(model: PreTrainedModel) -> Geometry:

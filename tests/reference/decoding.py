@@ -72,13 +72,7 @@ class Rolling:
 
 @dataclass(frozen=True)
 class ByScore:
-    """A rule that keeps the last `window` entries and the highest scores, `tokens` in all.
-
-    Attributes:
-        tokens: the budget.
-        window: last entries, always kept.
-        protect: positions always kept.
-    """
+    """A rule that keeps the last `window` entries and the highest scores, `tokens` in all."""
 
     tokens: int
     window: int = 8
@@ -300,9 +294,6 @@ class BoundedState:
     """A row that is read by a method and decoded under a rule.
 
     Attributes:
-        model: see `ReferenceState`.
-        method: what the prompt's act keeps.
-        rule: the rule that decides what heads keep while an answer is decoded.
         every: tokens from one choice to the next.
         observers: last decoded queries that are remembered.
         kind: class of the state, chosen by the kind of the model's layers.

@@ -1,19 +1,10 @@
-"""Computes dense attention under an explicit mask: every layer computes all tokens.
-
-This computes the same numbers in a second way. A policy that evicts tokens must give the same
-result as dense attention in which those tokens are masked. The same holds for a policy that drops
-tokens in prefill: a token that did not reach a layer is masked for all queries of that layer.
-"""
+"""The masks under which dense attention hides what a policy evicts or drops."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-
-from .attention import masked_softmax
-from .decoder import decoder_layers, embed, finish_layer, geometry, logits_of, project
 
 
 @dataclass(frozen=True)
@@ -31,12 +22,6 @@ class Act:
     end: int
     kept: Sequence[Sequence[Sequence[int]]]
     reached: Sequence[Sequence[int]] | None = None
-
-
-def causal_visible(num_layers: int, query_heads: int, length: int) -> list[Tensor]:
-    """Returns causal masks for all layers: each token sees itself and all earlier ones."""
-    mask = torch.tensor([[key <= query for key in range(length)] for query in range(length)])
-    return [torch.stack([mask] * query_heads) for _ in range(num_layers)]
 
 
 def visible_after(acts: Sequence[Act], query_heads: int, length: int) -> list[Tensor]:
@@ -64,24 +49,3 @@ def visible_after(acts: Sequence[Act], query_heads: int, length: int) -> list[Te
                 mask[head, row, sorted(held | {row})] = True
         masks.append(mask)
     return masks
-
-
-@torch.no_grad()
-def dense_masked_logits(
-    model: PreTrainedModel, token_ids: Sequence[int], visible: Sequence[Tensor]
-) -> Tensor:
-    """Runs a whole row with dense attention, with a separate mask for each head."""
-    positions = list(range(len(token_ids)))
-    sizes = geometry(model)
-    hidden = embed(model, token_ids)
-    for layer_idx, mask in enumerate(visible):
-        scaling = float(decoder_layers(model)[layer_idx].self_attn.scaling)
-        queries, entries = project(model, layer_idx, hidden, positions)
-        outputs = []
-        for head, head_queries in enumerate(queries):
-            held = entries[head // sizes.group]
-            keys = torch.stack([entry.key for entry in held])
-            values = torch.stack([entry.value for entry in held])
-            outputs.append(masked_softmax(head_queries @ keys.T * scaling, mask[head]) @ values)
-        hidden = finish_layer(model, layer_idx, hidden, outputs)
-    return logits_of(model, hidden)

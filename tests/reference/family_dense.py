@@ -1,4 +1,9 @@
-"""Runs a model's own code without a cache, with evicted tokens masked."""
+"""Runs a model's own code without a cache, with evicted tokens masked.
+
+A policy that evicts tokens must give the same result as dense attention in which those tokens are
+masked. The same holds for a policy that drops tokens in prefill: a token that did not reach a layer
+is masked for all queries of that layer.
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -28,8 +33,23 @@ def family_dense(
     model: PreTrainedModel, token_ids: Sequence[int], acts: Sequence[Act], **asked: Any
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns logits `[len, vocab]`, and if asked weights `[query_heads, len, len]` by layer."""
-    lowest = torch.finfo(torch.float32).min
     visible = visible_after(acts, model.config.num_attention_heads, len(token_ids))
+    return under_masks(model, token_ids, visible, **asked)
+
+
+@torch.no_grad()
+def dense_masked_logits(
+    model: PreTrainedModel, token_ids: Sequence[int], visible: Sequence[Tensor]
+) -> Tensor:
+    """Runs a whole row with masks `[query_heads, len, len]`, one for each layer."""
+    return under_masks(model, token_ids, visible)[0]
+
+
+def under_masks(
+    model: PreTrainedModel, token_ids: Sequence[int], visible: Sequence[Tensor], **asked: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """Runs a whole row with a mask beside each layer's own; returns as `family_dense`."""
+    lowest = torch.finfo(torch.float32).min
 
     def narrowed(index: int) -> Any:
         extra = torch.where(visible[index], 0.0, lowest)[None]
@@ -38,7 +58,8 @@ def family_dense(
             given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
             given = {**given, **given.pop("kwargs", {})}
             own = given["attention_mask"]
-            return (), {**given, "attention_mask": torch.clamp(own + extra, min=lowest)}
+            mask = extra if own is None else torch.clamp(own + extra, min=lowest)
+            return (), {**given, "attention_mask": mask}
 
         return hook
 

@@ -1,7 +1,7 @@
 """Computes Qwen3-Next, a decoder of recurrent and attending layers.
 
-A recurrent layer holds a state, and the method chooses nothing there. It reads the tokens that
-reach it, in order, as if there were no other tokens.
+A recurrent layer has nothing to choose. It reads the tokens that reach it, in order, as if there
+were no other tokens: the model's own module is run anew on all of them, without a state.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from .attention import Entry, attention_probabilities
 from .decoder import decoder_layers
-from .delta_net import DeltaState, read_tokens
 from .gem_filter import GemFilter
 from .generation import Heads, Held, LayerOutput, ReferenceState
 from .methods import Choice, FastKV, LayerView, Method
@@ -25,7 +24,7 @@ class HybridState(ReferenceState):
     """The context of one row in a model of the Qwen3-Next family.
 
     Attributes:
-        states: per layer the state of a recurrent layer; unused for an attending layer.
+        read: per recurrent layer the normed inputs `[len, hidden]` of all tokens that reached it.
     """
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
@@ -36,7 +35,7 @@ class HybridState(ReferenceState):
         if isinstance(method, GemFilter) and method.filter_layer is None:
             method = replace(method, filter_layer=middle)
         super().__init__(model, method)
-        self.states = [DeltaState() for _ in layers]
+        self.read: dict[int, Tensor] = {}
 
     def _heads_held(self) -> list[int]:
         kv_heads = int(cast(Any, self.model).config.num_key_value_heads)
@@ -54,9 +53,9 @@ class HybridState(ReferenceState):
     def _first_pass(
         self, token_ids: Sequence[int], positions: Sequence[int], last_layer: int
     ) -> LayerView:
-        before = list(self.states)
+        before = dict(self.read)
         view = super()._first_pass(token_ids, positions, last_layer)
-        self.states = before
+        self.read = before
         return view
 
     def _view(
@@ -89,9 +88,9 @@ class HybridState(ReferenceState):
             grown = [old + added for old, added in zip(self.cache[layer_idx], new, strict=True)]
             mixed = attend(layer.self_attn, queries, gates, positions, grown)
         else:
-            mixed, self.states[layer_idx] = read_tokens(
-                layer.linear_attn, normed, self.states[layer_idx]
-            )
+            whole = torch.cat([self.read.get(layer_idx, normed[:0]), normed])
+            self.read[layer_idx] = whole
+            mixed = layer.linear_attn(whole[None])[0, len(whole) - len(normed) :]
         hidden = hidden + mixed
         mlp = layer.mlp(centred_norm(hidden, layer.post_attention_layernorm)[None])[0]
         return hidden + mlp, queries, grown
@@ -105,12 +104,7 @@ def attending_layers(model: PreTrainedModel) -> list[int]:
 
 
 def default_layer(attending: Sequence[int], num_layers: int) -> int:
-    """Returns the attending layer nearest to `num_layers // 2 - 1`; of two, the later.
-
-    Example:
-        >>> default_layer([1, 5], 8)
-        5
-    """
+    """Returns the attending layer nearest to `num_layers // 2 - 1`; of two, the later."""
     half = num_layers // 2 - 1
     return min(attending, key=lambda index: (abs(index - half), -index))
 

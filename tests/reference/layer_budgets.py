@@ -58,12 +58,6 @@ def free_places(mean: int, most: int, num_layers: int, beta: int, floor: int = 0
     from the end gets as much below the mean; one in the middle gets the mean. If that leaves the
     last layer less than `floor`, the first gets only `mean - floor` above the mean, or nothing, and
     the others in proportion.
-
-    Example:
-        >>> free_places(8, 18, 4, 4)
-        [14, 10, 6, 2]
-        >>> free_places(8, 18, 4, 4, floor=5)
-        [11, 9, 7, 5]
     """
     places = [mean] * num_layers
     for layer in range(num_layers // 2):

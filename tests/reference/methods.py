@@ -98,14 +98,7 @@ class FullContext:
 
 @dataclass(frozen=True)
 class StreamingLLM:
-    """A method that keeps the first `num_sinks` positions and the most recent tokens.
-
-    Attributes:
-        retention_rate: fraction of all tokens seen; not used where `retention_tokens` is given.
-        num_sinks: positions always kept.
-        retention_tokens: budget as a number of tokens.
-        protect: positions always kept, beside the sinks.
-    """
+    """Keeps the first `num_sinks` positions, the first `protect`, and the most recent tokens."""
 
     retention_rate: float | None = 0.1
     num_sinks: int = 4
@@ -132,14 +125,8 @@ class StreamingLLM:
 class SnapKV:
     """Keeps the window and the most salient entries, averaged over each KV group.
 
-    Attributes:
-        retention_rate: fraction of all tokens seen; not used where `retention_tokens` is given.
-        window_size: last keys, always kept; as many last queries observe.
-        kernel_size: odd width of the max-pooling.
-        retention_tokens: budget as a number of tokens.
-        protect: positions always kept, beside the window.
-        group_first: whether the heads of a KV group are averaged before the pooling.
-        peak_first: whether a salient token ranks above its neighbours, later ones above earlier.
+    With `group_first` the heads of a KV group are averaged before the pooling; with `peak_first` a
+    salient token ranks above its neighbours, and later neighbours above earlier.
     """
 
     retention_rate: float | None = 0.1
@@ -198,15 +185,7 @@ class SnapKV:
 
 @dataclass(frozen=True)
 class FastKV(SnapKV):
-    """A SnapKV that passes on only the most salient new tokens after one layer.
-
-    `protect` holds for both: protected new tokens are always passed on.
-
-    Attributes:
-        tsp_layer: the layer after which tokens are dropped; None is `num_layers // 2 - 1`.
-        tsp_rate: fraction of all tokens seen; not used where `tsp_tokens` is given.
-        tsp_tokens: number of tokens passed on.
-    """
+    """A SnapKV that passes on only the protected and most salient new tokens after one layer."""
 
     tsp_layer: int | None = None
     tsp_rate: float | None = 0.2

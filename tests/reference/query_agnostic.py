@@ -12,7 +12,7 @@ from torch import Tensor
 from .attention import Entry
 from .methods import Choice, LayerView, SnapKV
 from .scored_methods import Scored
-from .selection import average_pool, highest, margin
+from .selection import average_pool, below, highest, margin
 
 
 def turned(state: Tensor, position: float, theta: float, channels: slice = slice(None)) -> Tensor:
@@ -87,21 +87,11 @@ class Protected(Scored):
     num_sinks: int = 4
     positive: bool = False
 
-    def choose(self, layer: LayerView) -> Choice:
-        kept, margins = [], []
-        for head, held in enumerate(layer.entries):
-            outside = max(len(held) - self.window_size, 0)
-            sinks = [j for j in range(outside) if held[j].position < self.num_sinks]
-            fixed = sinks + list(range(outside, len(held)))
-            count = min(len(held), max(int(layer.seen * self.retention_rate), len(fixed), 1))
-            others = [j for j in range(outside) if j not in sinks]
-            scores = self.scores(layer, head)
-            chosen = highest([scores[j] for j in others], count - len(fixed))
-            kept.append(sorted(fixed + [others[place] for place in chosen]))
-            competed = [scores[j] for j in others]
-            scale = None if self.positive else max(map(abs, competed), default=1.0)
-            margins.append(margin(competed, chosen, scale=scale))
-        return Choice(kept, margin=min(margins))
+    def exempt(self, positions: Sequence[int]) -> list[int]:
+        return below(positions, self.num_sinks)
+
+    def scale(self, competed: Sequence[float]) -> float | None:
+        return None if self.positive else max(map(abs, competed), default=1.0)
 
 
 @dataclass(frozen=True)

@@ -8,35 +8,41 @@ import torch
 
 from .attention import Entry, attention_probabilities
 from .methods import Choice, LayerView
-from .selection import budget, head_mean, highest, margin
+from .selection import budget, head_mean, margin, window_and_highest
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Base of methods that keep the last `window_size` entries and the highest other scores."""
+    """Base of methods that keep the last entries, those that are exempt and the highest scores."""
 
     retention_rate: float = 0.1
     window_size: int = 8
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns a positive score for each entry of a KV head; the highest are kept."""
+        """Returns a score for each entry of a KV head; the highest are kept."""
         raise NotImplementedError
+
+    def exempt(self, positions: Sequence[int]) -> list[int]:
+        """Returns the indices of the positions outside the window that are always kept."""
+        return []
+
+    def scale(self, competed: Sequence[float]) -> float | None:
+        """Returns the scale that score gaps are divided by if scores may be negative; else None."""
+        return None
 
     def choose(self, layer: LayerView) -> Choice:
         kept, margins = [], []
         for head, held in enumerate(layer.entries):
-            count = budget(
-                self.retention_rate,
-                None,
-                seen=layer.seen,
-                available=len(held),
-                protected=self.window_size,
-            )
             outside = max(len(held) - self.window_size, 0)
+            exempt = self.exempt([entry.position for entry in held[:outside]])
+            always = len(held) - outside + len(exempt)
+            count = budget(
+                self.retention_rate, None, seen=layer.seen, available=len(held), protected=always
+            )
             scores = self.scores(layer, head)[:outside]
-            chosen = highest(scores, count - (len(held) - outside))
-            kept.append(chosen + list(range(outside, len(held))))
-            margins.append(margin(scores, chosen))
+            kept.append(window_and_highest(scores, len(held), count, exempt))
+            competed = [score for index, score in enumerate(scores) if index not in exempt]
+            margins.append(margin(scores, kept[-1], exempt, scale=self.scale(competed)))
         return Choice(kept, margin=min(margins))
 
 

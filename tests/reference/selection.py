@@ -19,12 +19,7 @@ def budget(
 
 
 def max_pool(row: Sequence[float], kernel_size: int) -> list[float]:
-    """Max-pools values over `kernel_size // 2` neighbours on each side.
-
-    Example:
-        >>> max_pool([1.0, 5.0, 2.0, 3.0, 0.0], 3)
-        [5.0, 5.0, 5.0, 3.0, 3.0]
-    """
+    """Max-pools values over `kernel_size // 2` neighbours on each side."""
     assert kernel_size % 2 == 1, "kernel_size must be odd"
     reach = kernel_size // 2
     return [max(row[max(0, i - reach) : i + reach + 1]) for i in range(len(row))]
@@ -35,10 +30,6 @@ def max_pool_peak_first(row: Sequence[float], kernel_size: int) -> list[float]:
 
     The ranks begin with the value itself; then come the neighbours after it, from near to far, then
     those before it.
-
-    Example:
-        >>> [round(2048 * value) for value in max_pool_peak_first([0.0, 0.0, 1.0, 0.0, 0.0], 5)]
-        [2044, 2045, 2048, 2047, 2046]
     """
     assert kernel_size % 2 == 1, "kernel_size must be odd"
     reach = kernel_size // 2
@@ -52,12 +43,7 @@ def max_pool_peak_first(row: Sequence[float], kernel_size: int) -> list[float]:
 
 
 def average_pool(row: Sequence[float], kernel_size: int) -> list[float]:
-    """Average-pools values over `kernel_size // 2` neighbours on each side; missing ones are 0.
-
-    Example:
-        >>> average_pool([3.0, 6.0, 0.0, 9.0], 3)
-        [3.0, 3.0, 5.0, 3.0]
-    """
+    """Average-pools values over `kernel_size // 2` neighbours on each side; missing ones are 0."""
     assert kernel_size % 2 == 1, "kernel_size must be odd"
     reach = kernel_size // 2
     return [
@@ -66,12 +52,7 @@ def average_pool(row: Sequence[float], kernel_size: int) -> list[float]:
 
 
 def highest(scores: Sequence[float], count: int) -> list[int]:
-    """Returns the indices of the `count` highest scores, ascending; ties take the earlier one.
-
-    Example:
-        >>> highest([2.0, 7.0, 2.0, 9.0], 3)
-        [0, 1, 3]
-    """
+    """Returns the indices of the `count` highest scores, ascending; ties take the earlier one."""
     by_score = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
     return sorted(by_score[:count])
 

@@ -1,27 +1,46 @@
-"""Tests the slow reference by hand, against Transformers and against dense attention."""
+"""Tests the parts of the slow reference by hand, and its models.
 
+The rest of it is held against `PolicyCache` method by method and state by state, and `PolicyCache`
+against Transformers and dense attention: see `tests/integrations/forward/test_invariants.py`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from math import inf
 from typing import Any, cast
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from tests.reference import (
     FAMILIES,
     PAD_TOKEN_ID,
     Act,
-    Family,
-    FastKV,
     FullContext,
+    GemFilter,
     ReferenceState,
     SnapKV,
-    TurnResult,
-    causal_visible,
-    dense_masked_logits,
     random_tokens,
     tiny_model,
     visible_after,
 )
-from tests.reference.comparing import max_error
+from tests.reference.attention import Entry
+from tests.reference.head_budgets import share
+from tests.reference.hybrid import HybridState
+from tests.reference.indexed import IndexedState
+from tests.reference.latent import LatentState
+from tests.reference.methods import LayerView
+from tests.reference.mixed_models import HAS_INDEXERS, hybrid_model, indexed_model, latent_model
+from tests.reference.selection import margin
+
+STATES: dict[str, tuple[Callable[..., PreTrainedModel], type[ReferenceState]]] = {
+    **{family: (partial(tiny_model, family), ReferenceState) for family in FAMILIES},
+    "latent": (latent_model, LatentState),
+    "hybrid": (hybrid_model, HybridState),
+}
+if HAS_INDEXERS:
+    STATES["indexed"] = (indexed_model, IndexedState)
 
 
 def test_visible_after_by_hand() -> None:
@@ -47,147 +66,131 @@ def test_visible_after_two_acts_and_dropped_tokens() -> None:
     ]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_full_context_equals_generate(family: Family, attention: str) -> None:
-    model = tiny_model(family, seed=3, attn_implementation=attention)
-    prompt = random_tokens(5, 43)
-    ours = ReferenceState(model, FullContext()).turn(prompt, 16)
-    theirs = cast(Any, model).generate(
-        torch.tensor([prompt]),
-        max_new_tokens=17,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    assert ours.tokens == theirs.sequences[0, len(prompt) :].tolist()
-    assert max_error(ours.logits, torch.cat(theirs.logits)) < 1e-4
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_dense_causal_equals_forward(family: Family) -> None:
-    model = tiny_model(family, seed=1, num_layers=3)
-    row = random_tokens(2, 61)
+@pytest.mark.parametrize("name", STATES)
+def test_two_turns_in_full_equal_one_forward(name: str) -> None:
+    """Logits are neither degenerate nor large, so that a difference shows."""
+    build, state_class = STATES[name]
+    model = build(seed=3)
+    state = state_class(model, FullContext())
+    prompt, question = random_tokens(5, 43), random_tokens(9, 17)
+    first, second = state.turn(prompt, 6), state.turn(question, 6)
+    row = [*prompt, *first.tokens[:-1], *question, *second.tokens[:-1]]
     with torch.no_grad():
-        theirs = model(torch.tensor([row])).logits[0]
-    assert max_error(dense_masked_logits(model, row, causal_visible(3, 6, 61)), theirs) < 1e-4
+        theirs = cast(Any, model)(torch.tensor([row]), use_cache=False).logits[0]
+    for turn in (first, second):
+        assert (turn.logits - theirs[turn.end - 1 : turn.end + 6]).abs().max() < 1e-4
+        assert 0.5 < float(turn.logits.std()) < 4
+        assert float(turn.logits.abs().max()) < 12
+    assert len(set(first.tokens)) > 2
 
 
-def test_two_turns_equal_one_long_forward() -> None:
-    model = tiny_model("mistral", seed=8)
-    state = ReferenceState(model, FullContext())
-    first = state.turn(random_tokens(1, 17), 5)
-    question = [first.tokens[-1], *random_tokens(2, 11)]
-    second = state.turn(question, 4, forced=[5, 6, 7, 8])
-    row = [*random_tokens(1, 17), *first.tokens[:-1], *question, 5, 6, 7, 8]
-    assert state.seen == len(row)
-    with torch.no_grad():
-        theirs = model(torch.tensor([row])).logits[0]
-    assert max_error(first.logits, theirs[16:22]) < 1e-4
-    assert max_error(second.logits, theirs[-5:]) < 1e-4
-    assert second.tokens == theirs[-5:].argmax(-1).tolist()
+@pytest.mark.parametrize("name", [name for name in STATES if name != "indexed"])
+def test_choices_follow_from_the_models_own_attention(name: str) -> None:
+    """That is peaked, and every KV head keeps tokens of its own.
 
-
-def check_counts(turn: TurnResult, kept_len: int, seen_len: int) -> None:
-    """Asserts that every layer and KV head kept `kept_len` seen positions, ascending and unique."""
-    for layer in turn.kept:
-        assert len(layer) == 2
-        for positions in layer:
-            assert len(positions) == kept_len
-            assert positions == sorted(set(positions))
-            assert positions[0] >= 0
-            assert positions[-1] < seen_len
-
-
-def test_fastkv_counts_over_two_turns() -> None:
-    """Rates count all tokens seen so far, in every layer and in both turns."""
-    model = tiny_model("llama", seed=2, num_layers=6)
-    state = ReferenceState(model, FastKV(retention_rate=0.2, tsp_rate=0.35, window_size=6))
-    first = state.turn(random_tokens(8, 60), 10)
-    check_counts(first, 12, 60)
-    assert list(first.propagated) == [2]  # 6 // 2 - 1
-    assert len(first.propagated[2]) == 21
-    assert first.propagated[2][-6:] == list(range(54, 60))
-    assert [len(reached) for reached in first.reached] == [60] * 3 + [21] * 3
-    for layer in first.kept[3:]:
-        assert all(set(positions) <= set(first.propagated[2]) for positions in layer)
-    assert all(len(held) == 22 for layer in state.positions() for held in layer)
-    second = state.turn(random_tokens(9, 40), 0)
-    check_counts(second, 22, 110)  # int(110 * 0.2)
-    assert len(second.propagated[2]) == 38  # int(110 * 0.35)
-    assert min(second.propagated[2]) >= 70
-    assert second.decode_logits.shape == (0, 97)
-    assert len(second.tokens) == 1
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_choices_follow_from_the_models_own_attention(family: Family) -> None:
-    """Tensor operations on Transformers' attention make the same choices.
-
-    SnapKV prefills in full, so every layer's attention is the model's; FastKV's up to `tsp_layer`.
+    Models with an indexer are left out: there, methods are shown more than a query attends to.
     """
-    model = tiny_model(family, seed=6, attn_implementation="eager")
-    prompt = random_tokens(11, 53)
-    with torch.no_grad():
-        attentions = model(torch.tensor([prompt]), output_attentions=True).attentions
-    snap_kv = SnapKV(0.3, window_size=5, kernel_size=3)
-    fast_kv = FastKV(0.3, window_size=5, kernel_size=3, tsp_rate=0.5, tsp_layer=2)
-    snap = ReferenceState(model, snap_kv).turn(prompt, 0)
-    fast = ReferenceState(model, fast_kv).turn(prompt, 0)
-    window = torch.arange(48, 53)
-    for layer, probabilities in enumerate(attentions):
-        sums = probabilities[0, :, -5:, :-5].sum(1)  # [query_heads, key_len - window]
-        pooled = torch.nn.functional.max_pool1d(sums[None], 3, stride=1, padding=1)[0]
-        for head, scores in enumerate(pooled.view(2, 3, 48).mean(1)):
-            order = scores.argsort(descending=True, stable=True)[:10]  # int(53 * 0.3) - 5
-            assert snap.kept[layer][head] == torch.cat([order.sort().values, window]).tolist()
-        assert layer > 2 or fast.kept[layer] == snap.kept[layer]
-        if layer == 2:
-            order = pooled.mean(0).argsort(descending=True, stable=True)[:21]
-            passed = torch.cat([order.sort().values, window]).tolist()
-            assert fast.propagated == {2: passed}
-
-
-def test_heads_choose_for_themselves() -> None:
-    """KV heads of a layer keep different tokens, so that tests notice swapped heads."""
-    model = tiny_model("qwen3", seed=5)
-    turn = ReferenceState(model, SnapKV(retention_rate=0.3)).turn(random_tokens(1, 60), 0)
-    assert all(layer[0] != layer[1] for layer in turn.kept)
+    build, state_class = STATES[name]
+    model, prompt = build(seed=6, attn_implementation="eager"), random_tokens(11, 53)
+    turn = state_class(model, SnapKV(0.3, window_size=5, kernel_size=3)).turn(prompt, 0)
     assert turn.margin > 0
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_attention_is_peaked(family: Family) -> None:
-    """Queries with at least ten earlier keys have peaked attention at every layer."""
-    for seed in range(3):
-        model = tiny_model(family, seed=seed, attn_implementation="eager")
-        with torch.no_grad():
-            row = torch.tensor([random_tokens(seed, 60)])
-            attentions = model(row, output_attentions=True).attentions
-        for probabilities in attentions:
-            assert float(probabilities[0, :, 10:].amax(-1).median()) > 0.3
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_neither_degenerate_nor_large(family: Family) -> None:
-    for seed in range(3):
-        turn = ReferenceState(tiny_model(family, seed=seed), FullContext()).turn(
-            random_tokens(seed, 30), 12
-        )
-        assert torch.isfinite(turn.decode_logits).all()
-        assert 0.5 < float(turn.decode_logits.std()) < 4
-        assert float(turn.decode_logits.abs().max()) < 12
-        assert len(set(turn.tokens)) > 3
+    with torch.no_grad():
+        output = cast(Any, model)(torch.tensor([prompt]), output_attentions=True)
+    holding = [layer for layer in turn.kept if layer]
+    for kept, attention in zip(holding, output.attentions, strict=True):
+        assert float(attention[0, :, 10:].amax(-1).median()) > 0.25
+        assert len({tuple(head) for head in kept}) == len(kept)
+        sums = attention[0, :, -5:, :-5].sum(1)  # [query_heads, key_len - window]
+        pooled = torch.nn.functional.max_pool1d(sums[None], 3, stride=1, padding=1)[0]
+        for positions, scores in zip(kept, pooled.view(len(kept), -1, 48).mean(1), strict=True):
+            order = scores.argsort(descending=True, stable=True)[:10]  # int(53 * 0.3) - 5
+            assert positions == [*order.sort().values.tolist(), *range(48, 53)]
 
 
 def test_models_leave_the_global_random_state_alone() -> None:
     before = torch.get_rng_state()
     one, other = (
-        tiny_model("llama", seed=0),
-        tiny_model("llama", seed=0, attn_implementation="eager"),
+        tiny_model("llama", seed=0, attn_implementation=each) for each in ("sdpa", "eager")
     )
     assert torch.equal(before, torch.get_rng_state())
     for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert PAD_TOKEN_ID not in random_tokens(0, 500)
     assert one.get_input_embeddings().weight[PAD_TOKEN_ID].abs().max() > 0.1
+
+
+def test_margins() -> None:
+    assert margin([8.0, 6.0, 3.0], [0, 1]) == 0.5
+    assert margin([8.0, 6.0, 6.0], [0, 1, 7]) == 0.25  # a tie is no gap, 8 against 6 is one
+    assert margin([8.0, 6.0], [0, 1]) == inf
+    assert margin([8.0, 6.0, 3.0], [0, 2], [2]) == 0.25  # 3 was not chosen over 6
+    assert margin([8.0, 6.0, 3.0], [0, 1], [2]) == inf
+    assert margin([1.0, -1.0, -2.0], [0, 1], scale=4.0) == 0.25
+
+
+def test_shares_of_heads() -> None:
+    """Ties go by head, then token; the margin is between tokens that could change places."""
+    even = [[0.25] * 4, [0.25] * 4, [0.25] * 4]
+    assert share(even, [[], [], []], 2, 0.0) == ([[0, 1, 2, 3], [0, 1], []], inf)
+    assert share(even, [[], [0], []], 2, 0.5) == ([[0, 1, 2, 3], [1], [0]], inf)
+    assert share(even, [[0], [], []], 1, 1.0) == ([[1], [0], [0]], inf)
+    assert share([[0.5, 0.2], [], [0.1]], [[], [], []], 1, 0.0) == ([[0, 1], [], [0]], inf)
+    falling = [[0.9, 0.8, 0.7, 0.6, 0.5], [0.3, 0.2, 0.1, 0.05]]
+    assert share(falling, [[], []], 3, 0.5)[0] == [[0, 1, 2, 3, 4], [0]]
+    assert share(falling, [[], []], 3, 0.7)[0] == [[0, 1, 2, 3], [0, 1]]
+    scores = [[0.8, 0.1, 0.05], [0.4, 0.3, 0.2]]
+    for exempt, free, floor, expected, gap in [
+        ([[], []], 1, 0.0, [[0], [0]], 0.25),  # 0.4 against 0.3 in the ranking of all
+        ([[], []], 2, 0.5, [[0], [0, 1, 2]], 0.5),  # 0.2 against 0.1, of another head
+        ([[], []], 2, 1.0, [[0, 1], [0, 1]], 1 / 3),  # 0.1 against 0.2 does not compete
+        ([[], [1]], 2, 1.0, [[0, 1], [0, 2]], 0.5),  # 0.1 against 0.05
+    ]:
+        assert share(scores, exempt, free, floor) == (expected, pytest.approx(gap))
+
+
+def gem_view(products: list[list[float]], new_len: int, seen: int) -> LayerView:
+    """Returns a layer of two query heads and one KV head, with given products of the last query."""
+    keys = [torch.tensor([first, second, 0.0]) for first, second in zip(*products, strict=True)]
+    held = len(keys) - new_len
+    at = [*range(held), *range(seen - new_len, seen)]
+    entries = [[Entry(*pair, torch.zeros(3)) for pair in zip(at, keys, strict=True)]]
+    # Earlier queries differ, so that taking another than the last one shows.
+    queries = [
+        torch.tensor([[9.0, -9.0, 9.0]] * (new_len - 1) + [last])
+        for last in ([1.0, 0.0, 0.0], [0.0, 1.0, 0.0])
+    ]
+    return LayerView(1, 4, queries, at[held:], entries, seen, 0.125)
+
+
+def test_gem_filter_by_hand() -> None:
+    """The margin is relative to the largest product."""
+    # The means are 1, -2, 0, 4, 3, 0; pooled over three, times three: -1, -1, 2, 7, 7, (3).
+    products = [[2.0, -4.0, 3.0, 6.0, 1.0, -5.0], [0.0, 0.0, -3.0, 2.0, 5.0, 5.0]]
+    for tokens, protect, kernel_size, expected in [
+        (1, 0, 3, [5]),
+        (2, 0, 3, [3, 5]),  # of two sevens the earlier
+        (4, 0, 3, [2, 3, 4, 5]),
+        (5, 0, 3, [0, 2, 3, 4, 5]),  # of two below zero the earlier
+        (9, 0, 3, [0, 1, 2, 3, 4, 5]),
+        (3, 0, 1, [3, 4, 5]),
+        (4, 0, 1, [0, 3, 4, 5]),
+        (3, 1, 3, [0, 3, 5]),
+        (1, 2, 3, [0, 1, 5]),
+        (1, 6, 3, [0, 1, 2, 3, 4, 5]),
+    ]:
+        method = GemFilter(None, None, kernel_size, tokens, protect=protect)
+        assert method.restart_on(gem_view(products, 6, 6))[0] == expected
+    assert GemFilter(None, 0.5).restart_on(gem_view(products, 6, 6))[0][-1] == 5
+    assert GemFilter(None, 0.1).restart_on(gem_view(products, 6, 6))[0] == [5]
+    products = [[10.0, -20.0, 3.0, 8.0, 0.0], [0.0, 12.0, 3.0, 0.0, 0.0]]  # means 5, -4, 3, 4
+    found = GemFilter(None, None, 1, 2).restart_on(gem_view(products, 5, 5))
+    assert found == ([0, 4], pytest.approx(1 / 20))
+    alone = GemFilter(None, None, 1, 2, protect=1)
+    assert alone.restart_on(gem_view(products, 5, 5)) == ([0, 4], inf)
+    # Held keys take part in pooling but cannot be chosen; rates count all tokens seen. Pooled over
+    # three, times three: (9), (9), 11, 7, 7, (5).
+    view = gem_view([[0.0, 9.0, 0.0, 2.0, 5.0, 0.0]] * 2, 4, 10)  # two held, four new
+    assert GemFilter(None, 0.2, 3).restart_on(view)[0] == [0, 3]
+    assert GemFilter(None, 0.2, 1).restart_on(view)[0] == [2, 3]
+    assert GemFilter(None, 0.4, 1).restart_on(view)[0] == [0, 1, 2, 3]
+    assert GemFilter(None, 0.1, protect=4).restart_on(view)[0] == [3]  # 6 to 9 are new

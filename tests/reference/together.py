@@ -22,10 +22,6 @@ class Together:
     """Scores all layers first, then splits one budget over all layers and heads.
 
     Attributes:
-        retention_rate: fraction of all tokens seen that is kept, the mean over layers and heads.
-        retention_tokens: the mean budget as a number of tokens; if given, it decides.
-        window_size: last entries, always kept.
-        protect: positions always kept.
         base: the method that gives the saliency, and passes tokens on if it can; None if
             `repeat` scores.
         repeat: how the prompt is read again; None if `base` scores.

@@ -15,15 +15,10 @@ from torch import Tensor, nn
 
 from kvpolicy.integrations.transformers.surface import CACHE
 
-from .selection import (
-    budget,
-    head_mean,
-    highest,
-    margin,
-    max_pool,
-    sinks_and_recent,
-    window_and_highest,
-)
+from . import methods
+from .attention import Entry
+from .methods import LayerView, pass_on
+from .selection import head_mean, highest, margin, max_pool
 
 
 @dataclass(frozen=True)
@@ -121,37 +116,57 @@ class Observed:
 
 
 @dataclass(frozen=True)
+class LayerShown(LayerView):
+    """A layer as the methods of text are shown it, with `LayerSeen.attention` for its queries."""
+
+    attention: Tensor = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class OfAttention(methods.SnapKV):
+    """A SnapKV by the attention that a layer itself computed."""
+
+    def saliency(self, layer: LayerView) -> list[list[float]]:
+        assert isinstance(layer, LayerShown)
+        group, rows = len(layer.queries) // len(layer.entries), []
+        for head, attention in enumerate(layer.attention):
+            held = [entry.position for entry in layer.entries[head // group]]
+            sums = attention[-self.window_size :, held].to(torch.float64).sum(dim=0).tolist()
+            rows.append(max_pool(sums[: max(0, len(held) - self.window_size)], self.kernel_size))
+        return rows
+
+
+def shown(layer: LayerSeen) -> LayerShown:
+    """Returns a layer as the methods of text are shown it, without queries, keys and values."""
+    none = torch.empty(0)
+    entries = [[Entry(at, none, none) for at in head] for head in layer.held]
+    queries = [none] * len(layer.attention)
+    return LayerShown(
+        layer.layer_idx, 0, queries, layer.new, entries, layer.end, 1.0, attention=layer.attention
+    )
+
+
+def positions_kept(layer: LayerSeen, choice: methods.Choice) -> list[list[int]]:
+    """Returns a choice's positions, or those of the window if the layer has one that is full."""
+    within = layer.in_window()
+    pairs = zip(layer.held, choice.kept, strict=True)
+    return within or [[held[index] for index in kept] for held, kept in pairs]
+
+
+@dataclass(frozen=True)
 class StreamingLLM:
     """Keeps the first and the most recent positions; see `reference.StreamingLLM`."""
 
     rate: float
-    num_sinks: int = 4
 
     def choose(self, prompt: int, layer: LayerSeen) -> VisionChoice:
-        within = layer.in_window()
-        if within is not None:
-            return VisionChoice(within)
-        kept = []
-        for held in layer.held:
-            sinks = sum(at < self.num_sinks for at in held)
-            count = budget(self.rate, None, seen=layer.end, available=len(held), protected=sinks)
-            kept.append([held[i] for i in sinks_and_recent(held, self.num_sinks, count)])
-        return VisionChoice(kept)
+        choice = methods.StreamingLLM(self.rate).choose(shown(layer))
+        return VisionChoice(positions_kept(layer, choice))
 
 
 @dataclass(frozen=True)
 class SnapKV:
-    """Keeps the window, and the keys that the window's queries attend to most.
-
-    Attributes:
-        rate: fraction of all tokens seen that each KV head keeps; unused with `tokens`.
-        window: last queries that observe, last keys that stay.
-        kernel: odd width of the max-pooling.
-        tokens: number of tokens that each KV head keeps, instead of the rate.
-        tsp_layer: the layer after which tokens are dropped, None for none.
-        tsp_rate: fraction of all tokens seen that is passed on; unused with `tsp_tokens`.
-        tsp_tokens: number of tokens that are passed on.
-    """
+    """Keeps what `reference.SnapKV` does, and passes on what `reference.FastKV` does."""
 
     rate: float | None = None
     window: int = 8
@@ -162,50 +177,15 @@ class SnapKV:
     tsp_tokens: int | None = None
 
     def choose(self, prompt: int, layer: LayerSeen) -> VisionChoice:
-        kept = layer.in_window()
-        gaps = [inf]
-        group = len(layer.attention) // len(layer.held)
-        rows = [
-            self._pooled(layer, head, layer.held[head // group])
-            for head in range(len(layer.attention))
-        ]
-        if kept is None:
-            kept = []
-            for index, held in enumerate(layer.held):
-                scores = head_mean(rows[index * group : (index + 1) * group])
-                count = budget(
-                    self.rate,
-                    self.tokens,
-                    seen=layer.end,
-                    available=len(held),
-                    protected=len(held) - len(scores),
-                )
-                chosen = window_and_highest(scores, len(held), count)
-                gaps.append(margin(scores, chosen))
-                kept.append([held[i] for i in chosen])
+        method = OfAttention(self.rate, self.window, self.kernel, self.tokens)
+        choice = method.choose(shown(layer))
+        kept = positions_kept(layer, choice)
+        gap = inf if layer.in_window() else choice.margin
         if layer.layer_idx != self.tsp_layer:
-            return VisionChoice(kept, None, min(gaps))
-        new = len(layer.new)
-        before = max(0, new - self.window)
-        own = []
-        for head, row in enumerate(rows):
-            first = len(layer.held[head // group]) - new
-            own.append(row[first : first + before])
-        scores = head_mean(own)
-        count = budget(
-            self.tsp_rate, self.tsp_tokens, seen=layer.end, available=new, protected=new - before
-        )
-        if count == new:
-            return VisionChoice(kept, None, min(gaps))
-        chosen = window_and_highest(scores, new, count)
-        gaps.append(margin(scores, chosen))
-        return VisionChoice(kept, [layer.new[i] for i in chosen], min(gaps))
-
-    def _pooled(self, layer: LayerSeen, head: int, held: Sequence[int]) -> list[float]:
-        """Returns the last queries' summed and pooled attention to the keys before the window."""
-        observed = layer.attention[head, -self.window :, list(held)].to(torch.float64)
-        sums = observed.sum(dim=0)[: max(0, len(held) - self.window)]
-        return max_pool(sums.tolist(), self.kernel)
+            return VisionChoice(kept, None, gap)
+        going, new_gap = pass_on(method, shown(layer), self.tsp_rate, self.tsp_tokens)
+        passed = None if len(going) == len(layer.new) else [layer.new[index] for index in going]
+        return VisionChoice(kept, passed, min(gap, new_gap))
 
 
 @dataclass(frozen=True)

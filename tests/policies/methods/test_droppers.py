@@ -1,63 +1,13 @@
-"""Methods that drop tokens at several layers, or one, against slow loops; and their arguments."""
+"""Arguments of methods that drop tokens at several layers, or one."""
 
-import attrs
-import pytest
-
-from kvpolicy import CachePolicy
-from kvpolicy.policies import CLAA, LazyLLM, PromptDistill, SlimInfer, UniPrefill
-from tests import reference
-from tests.policies.scorers.support import random_layer
-from tests.policies.views import new_of, view_of
-from tests.reference import Method
-
-LENS = (43, 18, 6)
-
-CASES: list[tuple[CachePolicy, Method, int]] = [
-    (PromptDistill(tsp_layer=1, tsp_rate=0.3), reference.PromptDistill(((1, 0.3),)), 8),
-    (
-        PromptDistill(tsp_rate=0.4, kernel_size=3, protect=3),
-        reference.PromptDistill(((2, 0.4),), protect=3, kernel_size=3),
-        8,
-    ),
-    (LazyLLM(), reference.LazyLLM(((1, 0.7), (3, 0.49), (6, 0.343))), 8),
-    (
-        LazyLLM(tsp_rate=0.5, tsp_layers=[4, 0], protect=2),
-        reference.LazyLLM(((0, 0.5), (4, 0.25)), protect=2),
-        8,
-    ),
-    (
-        SlimInfer(tsp_rate=0.15, chunk_size=2, block_chunks=3),
-        reference.SlimInfer(
-            ((1, 0.6), (4, 0.3), (6, 0.15)), 4, protect=6, unit_size=2, block_units=3
-        ),
-        8,
-    ),
-    (
-        UniPrefill(tsp_layers=[2, 5], mass=0.7, chunk_size=4, num_sinks=3, window_size=6),
-        reference.UniPrefill((2, 5), 0.7, 4, num_sinks=3, window_size=6),
-        8,
-    ),
-]
-
-
-@pytest.mark.parametrize(("policy", "method", "num_layers"), CASES, ids=lambda each: str(each))
-def test_what_goes_on_at_each_layer(policy: CachePolicy, method: Method, num_layers: int) -> None:
-    dropped = 0
-    for layer_idx in range(num_layers):
-        context = random_layer(layer_idx, LENS, query_len=max(LENS))
-        context = attrs.evolve(context, layer_idx=layer_idx, num_layers=num_layers)
-        decision = policy.decide(context)
-        for row, length in enumerate(LENS):
-            choice = method.choose(view_of(context, row))
-            assert choice.margin > 1e-6
-            tokens = list(range(length))
-            passed = decision.passed_on
-            found = tokens if passed is None else new_of(passed[row], context, row)
-            assert found == (tokens if choice.passed is None else choice.passed)
-            dropped += length - len(found)
-            assert choice.kept == [tokens] * 3
-        assert (decision.kept >= 0).sum() == 3 * sum(LENS)
-    assert dropped > 30
+from kvpolicy.policies import (
+    CLAA,
+    LastQueryProductScorer,
+    LazyLLM,
+    PromptDistill,
+    SlimInfer,
+    UniPrefill,
+)
 
 
 def test_layers_and_rates_by_default() -> None:
@@ -71,6 +21,12 @@ def test_layers_and_rates_by_default() -> None:
     tokens = SlimInfer(tsp_tokens=2048).propagation.layer_rates(32, context_len=20480)
     assert [tokens[layer] for layer in (10, 11, 21, 31)] == [1.0, 0.4, 0.2, 0.1]
     assert UniPrefill().selector.kept_rates(2) == [1.0, 1.0]
+    unordered = LazyLLM(tsp_rate=0.5, tsp_layers=[4, 0], protect=2).propagation
+    assert unordered.layer_rates(6) == [1.0] + [0.5] * 4 + [0.25]
+    assert unordered.protected_first == 2
+    distill = PromptDistill(tsp_rate=0.4, kernel_size=3, protect=3)
+    assert distill.scorer == LastQueryProductScorer(kernel_size=3, own=False)
+    assert distill.propagation.protected_first == 3
 
 
 def test_one_rate_is_kept_and_goes_on() -> None:

@@ -1,26 +1,20 @@
-"""Tokens that any of several layers finds salient: on paper, against slow loops, and CLAA."""
+"""Tokens that any of several layers finds salient, on paper."""
 
-from dataclasses import replace
 from typing import Any
 
 import attrs
 import pytest
 import torch
 
-from kvpolicy import LayerContext
 from kvpolicy.layer_inputs import LayerInputs
 from kvpolicy.policies import (
-    CLAA,
     CrossLayerPropagation,
     ReplayKV,
     StagedPropagation,
     TokenSelectivePropagation,
-    WindowMeanPoolScorer,
 )
-from tests import reference
-from tests.contexts import layer_context, with_layer
-from tests.policies.scorers.support import random_layer
-from tests.policies.views import new_of, passed_by, slots_of, view_of
+from tests.contexts import layer_context
+from tests.policies.views import passed_by
 
 
 def layer(*rows: list[float], history: tuple[list[list[float]], ...] = ()) -> Any:
@@ -90,61 +84,6 @@ def test_on_paper(
         found = part.ranking(saliency, context)[0, : len(ranking)].tolist()
         assert found == pytest.approx(ranking, rel=1e-6, abs=1e-6)
     assert passed_by(part, saliency, context) == [passed]
-
-
-LENS = (29, 13, 5)
-
-
-def four_layers() -> list[LayerContext]:
-    """The same padded rows at four layers, each with keys and queries of its own."""
-    return [
-        attrs.evolve(random_layer(10 + at, LENS, query_len=4), layer_idx=at, num_layers=4)
-        for at in range(4)
-    ]
-
-
-@pytest.mark.parametrize("standardize", [True, False])
-@pytest.mark.parametrize("protect", [0, 3])
-def test_against_slow_loops_in_padded_rows(standardize: bool, protect: int) -> None:
-    """Three layers of four decide; the first keeps everything."""
-    policy = CLAA(
-        tsp_layer=2,
-        retention_rate=0.3,
-        window_size=4,
-        kernel_size=3,
-        voting_layers=3,
-        whole_layers=1,
-        standardize=standardize,
-        tsp_rate=0.4,
-        protect=protect,
-    )
-    method = reference.CLAA(
-        0.3,
-        window_size=4,
-        kernel_size=3,
-        protect=protect,
-        tsp_layer=2,
-        tsp_rate=0.4,
-        voting_layers=3,
-        whole_layers=1,
-        standardize=standardize,
-    )
-    scorer = WindowMeanPoolScorer(4, kernel_size=3)
-    layers = four_layers()
-    said = [scorer.score(context) for context in layers]
-    for at, context in enumerate(layers):
-        context = with_layer(context, history=tuple(said[max(at - 2, 0) : at]))
-        decision = policy.decide(context)
-        assert (decision.passed_on is not None) == (at == 2)
-        for row in range(len(LENS)):
-            notes: dict[int, Any] = {}
-            views = [replace(view_of(each, row), notes=notes) for each in layers[: at + 1]]
-            choices = [method.choose(view) for view in views]
-            assert choices[-1].margin > 1e-6
-            for head in range(3):
-                assert slots_of(decision.kept[row, head], context, row) == choices[-1].kept[head]
-            if decision.passed_on is not None:
-                assert new_of(decision.passed_on[row], context, row) == choices[-1].passed
 
 
 def test_all_layers_may_vote() -> None:

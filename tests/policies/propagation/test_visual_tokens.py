@@ -1,7 +1,6 @@
 """Propagation that drops among the tokens of images only, and FastV, against plain Python."""
 
 from collections.abc import Sequence
-from math import exp
 from typing import Any
 
 import attrs
@@ -11,7 +10,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvpolicy import CachePolicy, LayerContext, TokenKind
-from kvpolicy.errors import ShapeError
 from kvpolicy.policies import (
     FastV,
     KeepAllSelector,
@@ -21,7 +19,9 @@ from kvpolicy.policies import (
 )
 from kvpolicy.testing import layer_contexts
 from tests.contexts import layer_context, of_new
-from tests.policies.views import passed_by
+from tests.policies.views import new_of, passed_by, view_of
+from tests.reference.droppers import window_means
+from tests.reference.selection import highest, margin
 
 TEXT, IMAGE, VIDEO, AUDIO = TokenKind
 
@@ -88,42 +88,18 @@ def test_stages_multiply() -> None:
 
 
 def slow_fastv(context: LayerContext, row: int, rate: float) -> tuple[list[int], float]:
-    """What goes on of one row, by loops, and by how much the choice was made."""
-    first = context.key_len - context.new_len
-    group = context.query_heads // context.kv_heads
-    received = [0.0] * context.key_len
-    for head in range(context.query_heads):
-        kv_head = head // group
-        for query in range(context.query_len):
-            if not bool(context.query_valid[row, query]):
-                continue
-            at = context.key_len - context.query_len + query
-            seen = [key for key in range(at + 1) if bool(context.valid[row, kv_head, key])]
-            vector = context.queries[row, head, query].double()
-            logits = [
-                float(vector @ context.keys[row, kv_head, key].double()) * context.attention.scaling
-                for key in seen
-            ]
-            weights = [exp(logit - max(logits)) for logit in logits]
-            for key, weight in zip(seen, weights, strict=True):
-                received[key] += weight / sum(weights) / context.query_heads
-    tokens = [slot for slot in range(context.new_len) if bool(context.new_valid[row, slot])]
-    kinds = [TEXT] * context.key_len
-    if context._kinds is not None:
-        kinds = [TokenKind(max(kind, 0)) for kind in context._kinds[row, 0].tolist()]
-    images = [slot for slot in tokens if kinds[first + slot] == IMAGE]
-    last = [slot for slot in images if slot == context.new_len - 1]
-    free = max(int(len(images) * rate), len(last)) - len(last)
-    rest = sorted(set(images) - set(last), key=lambda slot: (-received[first + slot], slot))
-    gap = min(
-        (
-            abs(received[first + kept] - received[first + lost])
-            for kept in rest[:free]
-            for lost in rest[free:]
-        ),
-        default=1.0,
-    )
-    return sorted(set(tokens) - set(rest[free:])), gap
+    """What goes on of one row, by the slow reference's scores, and the score gap."""
+    view = view_of(context, row)
+    received = window_means(view, context.query_len)
+    tokens = range(len(received))
+    kinds = [] if context._kinds is None else context._kinds[row, 0, -len(received) :].tolist()
+    images = [at for at, kind in enumerate(kinds) if kind == IMAGE]
+    last = images[-1:] if images[-1:] == [tokens[-1]] else []
+    rest = images[: len(images) - len(last)]
+    scores = [received[at] for at in rest]
+    chosen = highest(scores, max(int(len(images) * rate), len(last)) - len(last))
+    going = {rest[index] for index in chosen}
+    return [at for at in tokens if at in going or at not in rest], margin(scores, chosen)
 
 
 @given(context=layer_contexts(None), rate=st.sampled_from([0.1, 0.5, 0.8]))
@@ -133,9 +109,9 @@ def test_fastv_is_what_loops_give(context: LayerContext, rate: float) -> None:
     for row in range(context.batch):
         expected, gap = slow_fastv(context, row, rate)
         assume(gap > 1e-5)
-        tokens = context.new_valid[row].nonzero().flatten().tolist()
-        passed = tokens if decision.passed_on is None else decision.passed_on[row].tolist()
-        assert [slot for slot in passed if slot >= 0] == expected
+        tokens = list(range(int(context.new_valid[row].sum())))
+        passed = decision.passed_on
+        assert expected == (tokens if passed is None else new_of(passed[row], context, row))
         for head in range(context.kv_heads):
             kept = [slot for slot in decision.kept[row, head].tolist() if slot >= 0]
             assert kept == context.valid[row, head].nonzero().flatten().tolist()
@@ -151,8 +127,3 @@ def test_pyramid_drop_is_a_composition() -> None:
 
 def test_text_has_the_rate_of_the_full_context() -> None:
     assert FastV().prefill_compute_rate(32) == 1.0
-
-
-def test_kinds_have_the_shape_of_positions() -> None:
-    with pytest.raises(ShapeError, match=r"kinds must be \[batch, kv_heads, key_len\] = \[1, 1, 8"):
-        layer_of([[TEXT] * 7])

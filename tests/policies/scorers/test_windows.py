@@ -1,6 +1,7 @@
 """What the observation window attends to, pooled by average or maximum, or not at all."""
 
 import math
+from functools import partial
 from typing import Any
 
 import attrs
@@ -33,40 +34,32 @@ def slow(context: LayerContext, row: int, window: int) -> list[list[float]]:
     return window_attention(view_of(context, row), window)
 
 
+# Groups are averaged before the pooling, and a token that is a peak keeps its rank.
+POOLED: dict[str, tuple[Any, Any]] = {
+    "average": (WindowMeanPoolScorer, average_pool),
+    "groups": (partial(WindowMaxPoolScorer, group_first=True), max_pool),
+    "peaks": (partial(WindowMaxPoolScorer, peak_first=True), max_pool_peak_first),
+    "groups and peaks": (
+        partial(WindowMaxPoolScorer, group_first=True, peak_first=True),
+        max_pool_peak_first,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", POOLED)
 @pytest.mark.parametrize(("window", "kernel"), [(4, 1), (4, 3), (1, 7), (30, 3)])
-def test_average_pooling_against_slow_loops_in_padded_rows(window: int, kernel: int) -> None:
+def test_pooling_against_slow_loops_in_padded_rows(window: int, kernel: int, how: str) -> None:
     context = random_layer(window, LENS, query_len=min(window, 23))
-
-    def expected(row: int, head: int) -> list[float]:
-        scores = average_pool(slow(context, row, window)[head], kernel)
-        return [*scores, *[0.0] * min(window, LENS[row])]
-
-    found = WindowMeanPoolScorer(window, kernel_size=kernel).score(context)
-    check_tokens(found, context, expected, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("group_first", "peak_first"), [(False, True), (True, True), (True, False)]
-)
-@pytest.mark.parametrize(("window", "kernel"), [(4, 1), (4, 3), (1, 7), (30, 3)])
-def test_groups_and_peaks_come_first_in_padded_rows(
-    window: int, kernel: int, group_first: bool, peak_first: bool
-) -> None:
-    """Groups are averaged before the pooling, and a token that is a peak keeps its rank."""
-    context = random_layer(window, LENS, query_len=min(window, 23))
-    pool = max_pool_peak_first if peak_first else max_pool
+    build, pool = POOLED[how]
 
     def expected(row: int, head: int) -> list[float]:
         attention = slow(context, row, window)
-        if group_first:
+        if "groups" in how:
             attention = [head_mean(attention[first : first + 2]) for first in (0, 2, 4)]
         return [*pool(attention[head], kernel), *[0.0] * min(window, LENS[row])]
 
-    scorer = WindowMaxPoolScorer(
-        window, kernel_size=kernel, group_first=group_first, peak_first=peak_first
-    )
-    found = scorer.score(context)
-    assert found.shape[1] == (3 if group_first else 6)
+    found = build(window, kernel_size=kernel).score(context)
+    assert found.shape[1] == (3 if "groups" in how else 6)
     check_tokens(found, context, expected, abs=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Two stages of one budget: on paper, against slow loops, alone and around Ada-KV."""
+"""Two stages of one budget: on paper, alone and around Ada-KV."""
 
 import attrs
 import pytest
@@ -14,14 +14,11 @@ from kvpolicy.policies import (
     GQAGroupSelector,
     KeepAllSelector,
     PassAllPropagation,
-    SnapKV,
     WindowMaxPoolScorer,
 )
 from kvpolicy.policies.selectors.critical import output_norms
-from tests import reference
 from tests.contexts import with_layer
 from tests.policies.scorers.support import layer_of, random_layer
-from tests.policies.views import slots_of, view_of
 
 HIDDEN = 7
 
@@ -29,11 +26,6 @@ HIDDEN = 7
 def weights(seed: int = 0, heads: int = 6, value_dim: int = 5) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(heads, value_dim, HIDDEN, generator=generator)
-
-
-def as_linear(weight: Tensor) -> Tensor:
-    """As the module holds it, ``[hidden, query_heads * value_dim]``."""
-    return weight.flatten(0, 1).T
 
 
 def test_on_paper() -> None:
@@ -71,23 +63,6 @@ def test_tokens_without_attention_compete_by_their_values() -> None:
     inner = GQAGroupSelector(retention_tokens=2, window_size=1)
     kept = CriticalSelector(inner, first_share=0.0).select(torch.zeros(1, 1, 4), context)
     assert kept.tolist() == [[[1, 3]]]
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
-@pytest.mark.parametrize("rate", [0.2, 0.5])
-def test_the_method_against_slow_loops_in_padded_rows(share: float, rate: float) -> None:
-    lens, weight = (31, 14, 5), weights(1)
-    context = with_layer(random_layer(5, lens, query_len=3), output_weight=weight)
-    policy = CriticalKV(rate, window_size=3, kernel_size=3, first_share=share)
-    method = reference.CriticalKV(rate, 3, 3, first_share=share)
-    kept = policy.decide(context).kept
-    for row in range(len(lens)):
-        choice = method.choose(view_of(context, row, output_weight=as_linear(weight)))
-        assert choice.margin > 1e-6
-        for head in range(3):
-            assert slots_of(kept[row, head], context, row) == choice.kept[head]
-    attention = SnapKV(rate, window_size=3, kernel_size=3).decide(context).kept
-    assert torch.equal(kept, attention) == (share == 1.0)
 
 
 def test_around_ada_kv_heads_keep_their_numbers() -> None:

@@ -1,5 +1,7 @@
 """PyramidKV and AdaKV: budgets that layers or heads share, on paper and against slow loops."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import attrs
@@ -7,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
 from kvpolicy.policies import (
@@ -18,7 +19,10 @@ from kvpolicy.policies import (
     WindowMaxPoolScorer,
 )
 from kvpolicy.testing import layer_contexts, saliencies
+from tests import reference
 from tests.contexts import layer_context, of_new
+from tests.policies.views import slots_of, view_of
+from tests.reference.methods import LayerView
 
 
 def prompt(key_len: int, *, kv_heads: int = 1, **changes: Any) -> LayerContext:
@@ -158,31 +162,15 @@ def test_the_head_with_most_protected_tokens_says_how_many_places_are_free() -> 
     assert kept.tolist() == [[[2, 3, 4], [0, 1, 4]]]
 
 
-def slow_adaptive(
-    saliency: Tensor, context: LayerContext, rate: float, window_size: int, floor: float
-) -> list[list[list[int]]]:
-    """Per row and head the indices kept, by sorting lists of (minus saliency, head, index)."""
-    rows = []
-    for row in range(context.batch):
-        held = [
-            context.valid[row, head].nonzero().flatten().tolist()
-            for head in range(saliency.shape[1])
-        ]
-        tails = [each[max(len(each) - window_size, 0) :] for each in held]
-        seen, fixed = context.seen_len[row], max(map(len, tails))
-        free = min(seen, max(int(seen * rate), fixed, 1)) - fixed
-        own = int(free * floor)
-        kept, rest = [set(tail) for tail in tails], []
-        for head, each in enumerate(held):
-            order = sorted(
-                (-float(saliency[row, head, i]), head, i) for i in each if i not in tails[head]
-            )
-            kept[head] |= {index for _, _, index in order[:own]}
-            rest += order[own:]
-        for _, head, index in sorted(rest)[: len(held) * (free - own)]:
-            kept[head].add(index)
-        rows.append([sorted(each) for each in kept])
-    return rows
+@dataclass(frozen=True)
+class Given(reference.AdaKV):
+    """An AdaKV by saliencies that are given, per KV head of all entries."""
+
+    scores: Sequence[Sequence[float]] = ()
+
+    def head_scores(self, layer: LayerView) -> list[list[float]]:
+        pairs = zip(self.scores, layer.entries, strict=True)
+        return [list(row[: max(len(held) - self.window_size, 0)]) for row, held in pairs]
 
 
 @given(
@@ -192,21 +180,47 @@ def slow_adaptive(
     window_size=st.integers(0, 5),
     floor=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
 )
-def test_adaptive_heads_against_sorting_in_plain_python(
+def test_adaptive_heads_against_the_slow_reference(
     data: st.DataObject, context: LayerContext, rate: float, window_size: int, floor: float
 ) -> None:
     saliency = data.draw(saliencies(context))
-    kept = AdaptiveHeadSelector(rate, window_size=window_size, floor=floor).select(
-        saliency, context
+    selector = AdaptiveHeadSelector(rate, window_size=window_size, floor=floor)
+    kept = selector.select(saliency, context)
+    longest = 0
+    for row in range(context.batch):
+        found = [slots_of(kept[row, head], context, row, head) for head in range(context.kv_heads)]
+        scores = [
+            saliency[row, head, context.valid[row, head]].tolist()
+            for head in range(context.kv_heads)
+        ]
+        method = Given(rate, window_size, floor=floor, scores=scores)
+        assert found == method.choose(view_of(context, row)).kept
+        longest = max(longest, *map(len, found))
+    assert kept.shape[-1] == longest
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize(
+    ("floor", "expected"), [(0.5, [[0, 1, 2, 3, 4], [0]]), (0.7, [[0, 1, 2, 3], [0, 1]])]
+)
+def test_places_that_are_a_heads_own_are_rounded_down(
+    floor: float, expected: list[list[int]], padding: int
+) -> None:
+    """Of three places for each head one or two; the most salient of all take the others."""
+    positions = torch.arange(-padding, 5).clamp(min=-1).expand(1, 2, -1)
+    context = prompt(
+        5 + padding,
+        kv_heads=2,
+        positions=positions,
+        new_valid=positions[:, 0] >= 0,
+        seen_len=(5,),
+        held_len=(5,),
     )
-    expected = slow_adaptive(saliency, context, rate, window_size, floor)
-    assert [[[i for i in head if i >= 0] for head in row] for row in kept.tolist()] == expected
-    assert kept.shape[-1] == max(len(head) for row in expected for head in row)
-    for row, heads in enumerate(expected):
-        seen = context.seen_len[row]
-        if bool((context.valid[row].sum(dim=-1) == seen).all()):  # all tokens are here
-            count = min(seen, max(int(seen * rate), window_size, 1))
-            assert sum(map(len, heads)) == context.kv_heads * count
+    rows = [[0.9, 0.8, 0.7, 0.6, 0.5], [0.3, 0.2, 0.1, 0.05, 0.04]]
+    saliency = torch.tensor([[[1.0] * padding + row for row in rows]])
+    selector = AdaptiveHeadSelector(retention_tokens=3, window_size=0, floor=floor)
+    kept = selector.select(saliency, context)
+    assert [slots_of(kept[0, head], context, 0, head) for head in range(2)] == expected
 
 
 def test_rates_of_adaptive_heads_are_their_mean() -> None:
