@@ -26,8 +26,6 @@ from kvpolicy.registry import (
     registered,
 )
 
-COMPOSITION = "composition"
-
 
 def variants(names: Sequence[str] | None, rates: Sequence[float]) -> list[Variant]:
     """Build registered policies at every retention rate; policies without a rate only once.
@@ -143,7 +141,7 @@ def _compositions(options: PolicyOptions, rates: Sequence[float | None]) -> list
         shared = {**_retention(rate, tokens, known), **options.parameters}
         policy = _built(functools.partial(compose, options.parts, shared))
         described = {kind: str(getattr(policy, kind)) for kind in PARTS}
-        found.append(Variant(COMPOSITION, policy, rate, described, tokens))
+        found.append(Variant(options.composed_name, policy, rate, described, tokens))
     return found
 
 
@@ -185,8 +183,8 @@ def _built(build: Callable[[], CachePolicy]) -> CachePolicy:
 def _check_taken(options: PolicyOptions, found: Sequence[Variant]) -> None:
     """Raise ValueError if a given parameter is taken by none of the chosen policies."""
     names = dict.fromkeys(each.name for each in found)
-    factories = [registered("policy")[name] for name in names if name != COMPOSITION]
-    factories += _factories(options) if COMPOSITION in names else []
+    factories = [registered("policy")[name] for name in names if name != options.composed_name]
+    factories += _factories(options) if options.parts else []
     known = {name for factory in factories for name in parameters_of(factory)}
     wanted = {name: f"--set {name}" for name in options.parameters}
     wanted |= {"protect": "--protect"} if "protect" in wanted else {}

@@ -46,7 +46,7 @@ def compare(
         bool,
         option(None, "Policies read the document before they know the question.", "--later"),
     ] = False,
-    all_policies: Annotated[bool, option(None, "All policies, not only twelve.", "--all")] = False,
+    all_policies: Annotated[bool, option(None, "All policies, not only eleven.", "--all")] = False,
     tsp_layers: Annotated[
         str | None,
         option("LAYERS", "Layers such as 7,14,21: policies that drop tokens get a row for each."),

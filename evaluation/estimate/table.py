@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from kvpolicy.evaluation.chosen import COMPOSITION
 from kvpolicy.evaluation.estimate.cost import Estimate
 from kvpolicy.evaluation.estimate.model_shape import LayerShape, ModelShape
 from kvpolicy.evaluation.variant import Variant
 from kvpolicy.interfaces import PropagationPolicy
+from kvpolicy.registry import registered
 
 # Notes name at most this many layers.
 MAX_NAMED = 4
@@ -99,7 +99,8 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
             f"{len(states)} of {shape.num_layers} layers hold a state, which no policy shrinks; "
             "after a drop they read only the tokens that are left."
         )
-    notes += [f"{COMPOSITION}: {each.policy}." for each in chosen if each.name == COMPOSITION]
+    composed = [each for each in chosen if each.name not in registered("policy")]
+    notes += [f"{each.name}: {each.policy}." for each in composed]
     for name, propagation in _propagations(chosen).items():
         acting = sorted(propagation.acting_layers(shape.num_layers))
         if 0 < len(acting) <= MAX_NAMED:

@@ -98,7 +98,7 @@ def fill(
             cell = attrs.evolve(cell, samples=(*cell.samples, *_answer(each, batch, lm)))
             save_cell(folder, cell)
             done += len(batch)
-        before = f", {len(kept):,} of them there before" if kept else ""
+        before = f", {len(kept):,} of them answered earlier" if kept else ""
         yield f"{cell}: {cell.metric} {cell.mean:.3f} of {len(cell.samples):,}{before}"
 
 

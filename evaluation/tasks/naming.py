@@ -17,7 +17,9 @@ def check_task(name: str) -> None:
     """Raise ValueError, with the nearest name and all, unless a name is a task or a file."""
     if name not in NAMES and not Path(name).is_file():
         got = said(name, NAMES, repr(name))
-        raise ValueError(f"task must be {', '.join(NAMES)} or a file of JSON lines, got {got}")
+        raise ValueError(
+            f"task must be {', '.join(NAMES)} or a file of JSON lines that exists, got {got}"
+        )
 
 
 def task_named(name: str) -> Task:

@@ -79,7 +79,7 @@ def test_ctrl_c_leaves_one_line(
     monkeypatch.setattr(terminal, "load_shown", interrupt)
     status, out, err = run("generate", "--prompt-file", prompt_file)
     assert (status, out) == (130, "")
-    assert err == "error: interrupted\n"
+    assert err == "interrupted\n"
 
 
 def test_generate_sampling_follows_its_seed(run: Run, prompt_file: Path) -> None:

@@ -110,7 +110,7 @@ def test_what_is_done_is_kept(
     ended_after(3, KeyboardInterrupt(), monkeypatch)
     asked = ("-p", "snapkv", "-r", 0.5, "--out", tmp_path)
     status, shown, err = run("compare", "--model", folder, *asked, *QUICK)
-    assert (status, err) == (130, "error: interrupted\n")
+    assert (status, err) == (130, "interrupted\n")
     assert "stopped after 1 questions" in shown
     data = json.loads((tmp_path / "compare.json").read_text())
     assert (data["finished"], data["questions"], len(data["outcomes"])) == (False, 1, 2)
@@ -122,7 +122,7 @@ def test_nothing_is_kept_of_nothing(
     ended_after(1, KeyboardInterrupt(), monkeypatch)
     asked = ("-p", "snapkv", "-r", 0.5, "--out", tmp_path / "out")
     status, shown, err = run("compare", "--model", folder, *asked, *QUICK)
-    assert (status, err) == (130, "error: interrupted\n")
+    assert (status, err) == (130, "interrupted\n")
     assert "full_context" not in shown
     assert not (tmp_path / "out").exists()
 
@@ -199,5 +199,5 @@ def test_a_composition_at_numbers_of_tokens_under_a_bound(
     shown = works(run("compare", "--model", folder, *asked, *bound, *QUICK, "--out", tmp_path))
     assert "keeping 24 tokens" in shown
     rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
-    assert [row["policy"] for row in rows] == ["full_context", "snapkv", "composition"]
+    assert [row["policy"] for row in rows] == ["full_context", "snapkv", "last_query"]
     assert "every=4" in rows[1]["parameters"]["decoding"]

@@ -132,7 +132,8 @@ def test_a_rate_above_the_tsp_rate_raises_it_alike_for_one_and_for_several() -> 
 )
 def test_compositions(arguments: tuple[str, ...], policy: CachePolicy) -> None:
     variant = chosen_variant(read(*arguments), "fastkv")
-    assert variant.name == "composition"
+    given = [each for each in arguments if each.split(":")[0] in variant.name]
+    assert variant.name == "+".join(given)
     parts_of = [(each.scorer, each.selector, each.propagation) for each in (variant.policy, policy)]
     assert parts_of[0] == parts_of[1]
 
@@ -140,10 +141,12 @@ def test_compositions(arguments: tuple[str, ...], policy: CachePolicy) -> None:
 def test_a_composition_stands_beside_policies_at_every_rate() -> None:
     options = read("-p", "snapkv", "-r", "0.1", "-r", "0.2", "--scorer", "last_query")
     assert [each.label for each in chosen_variants(options, ())] == [
-        *("snapkv 0.1", "snapkv 0.2", "composition 0.1", "composition 0.2")
+        *("snapkv 0.1", "snapkv 0.2", "last_query 0.1", "last_query 0.2")
     ]
     own = read("--selector", "gqa_group:retention_rate=0.4")
-    assert [each.label for each in chosen_variants(own, (0.1, 0.2))] == ["composition"]
+    assert [each.label for each in chosen_variants(own, (0.1, 0.2))] == [
+        "gqa_group:retention_rate=0.4"
+    ]
 
 
 @pytest.mark.parametrize("command", [ESTIMATE, COMPARE, ("generate",)])
@@ -220,10 +223,10 @@ def test_estimate_says_what_a_composition_is(run: Run) -> None:
     )
     assert status == 0
     said = " ".join(shown.split())
-    assert "composition 2,048" in said
-    assert "composition 1,024" in said
+    assert "last_query+token_selective:tsp_layer=9 2,048" in said
+    assert "last_query+token_selective:tsp_layer=9 1,024" in said
     assert "CachePolicy(LastQueryScorer(), GQAGroupSelector(retention_tokens=2048)" in said
-    assert "composition drops tokens after layer 9 of 0 to 31." in said
+    assert "last_query+token_selective:tsp_layer=9 drops tokens after layer 9 of 0 to 31." in said
 
 
 def test_a_bound_of_answers_is_each_policys_own_rule() -> None:

@@ -177,7 +177,7 @@ def test_stopped_and_continued(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         asked = counted(patch, stop=3)
         status, said, err = run(*arguments(tmp_path))
-    assert (status, err) == (130, "error: interrupted\n")
+    assert (status, err) == (130, "interrupted\n")
     assert asked == [("FullContext", 0), ("FullContext", 1), ("SnapKV", 0)]
     assert f"stopped; the same command continues with {tmp_path}" in said
     assert [row["n"] for row in rows(tmp_path)] == ["2", "1"]
@@ -185,7 +185,7 @@ def test_stopped_and_continued(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     asked = counted(monkeypatch)
     said = works(run(*arguments(tmp_path)))
     assert asked == [("SnapKV", 1)]
-    assert "snapkv 0.2: exact_match 1.000 of 2, 1 of them there before" in said
+    assert "snapkv 0.2: exact_match 1.000 of 2, 1 of them answered earlier" in said
     assert files(tmp_path)["own_words.96.with.full_context.json"] in before.values()
     assert run(*arguments(tmp_path, threads=None))[0] == 0  # with the folder's own threads
     assert asked == [("SnapKV", 1)]
