@@ -31,6 +31,7 @@ import pytest
 from kvpolicy import names
 from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.commands.app import COMMANDS
+from kvpolicy.evaluation.default_model import default_model
 from tests.needle import MODEL_DIR
 from tests.pages import FENCE, ROOT
 from tests.test_reproduce import place as place
@@ -156,14 +157,19 @@ def files(place: Path) -> Path:
 
 @pytest.fixture
 def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The selector that docs/own_parts.md writes and registers."""
+    """The parts that docs/own_parts.md writes and registers."""
     page = (ROOT / "docs/own_parts.md").read_text(encoding="utf-8")
-    code = next(block for _, block in FENCE.findall(page) if "class StridedSelector" in block)
     package = types.ModuleType("my_package")
     monkeypatch.setitem(sys.modules, "my_package", package)
-    exec(code.partition("check_selector(")[0], package.__dict__)
-    mine = EntryPoint("strided_selector", "my_package:StridedSelector", names.GROUP)
-    monkeypatch.setattr(names, "entry_points", lambda group: [*entry_points(group=group), mine])
+    mine = [
+        EntryPoint(name, target, names.GROUP)
+        for name, target in re.findall(r'^(\w+) = "(my_package:\w+)"$', page, re.MULTILINE)
+    ]
+    for each in mine:
+        wanted = f"class {each.attr}("
+        code = next(block for _, block in FENCE.findall(page) if wanted in block)
+        exec(code.partition(f"check_{each.name.rpartition('_')[2]}(")[0], package.__dict__)
+    monkeypatch.setattr(names, "entry_points", lambda group: [*entry_points(group=group), *mine])
 
 
 def tiny(line: str) -> tuple[list[str], str]:
@@ -207,7 +213,7 @@ def test_the_line_runs(
 ) -> None:
     if line.startswith(HARNESS):
         run_harness(line, monkeypatch)
-        assert "needle_two_hop" in capsys.readouterr().out
+        assert "|niah_single_1|" in capsys.readouterr().out
         return
     arguments, output = tiny(line)
     status = main(arguments)
@@ -224,8 +230,7 @@ def test_the_line_runs(
 
 
 def run_harness(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = shlex.split(line)[3:]
+    arguments = shlex.split(HUB.sub(str(default_model()), line))[3:]
     arguments[arguments.index("--limit") + 1] = "1"
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments])
     runpy.run_module("kvpolicy.integrations.lm_eval", run_name="__main__")
