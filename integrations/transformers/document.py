@@ -38,7 +38,9 @@ class ReadDocument:
         tokenizer: Its tokenizer.
         document: The text.
         policy: Which of its tokens to keep; by default the 20% that `ReplayKV` keeps. It needs a
-            rotary embedding; for other models (GPT-2) give `KVzip`.
+            rotary embedding; for other models (GPT-2) give `KVzip`. Or a cache that has read this
+            document, such as ``document.cache`` of another time, saved and loaded: then nothing is
+            read.
         chat: True puts document and question into one user message of the tokenizer's chat
             template; False puts the question directly after the document.
         storage: How keys and values are held; see `PolicyCache`.
@@ -49,8 +51,8 @@ class ReadDocument:
     Raises:
         TypeError: An argument has the wrong type.
         UnsupportedModelError: The model lacks what the policy needs; the message says what.
-        ValueError: The document is empty, the chat template is missing, or the template's text up
-            to the end of the document depends on the question.
+        ValueError: The document is empty, the chat template is missing, the template's text up to
+            the end of the document depends on the question, or the cache has read something else.
 
     Example:
         >>> from kvpolicy.evaluation import load  # the model SmolLM2-135M-Instruct
@@ -67,7 +69,7 @@ class ReadDocument:
         model: Any,
         tokenizer: Any,
         document: str,
-        policy: CachePolicy = DEFAULT_POLICY,
+        policy: CachePolicy | PolicyCache = DEFAULT_POLICY,
         *,
         chat: bool = False,
         storage: Storage | None = None,
@@ -76,7 +78,10 @@ class ReadDocument:
         if not document.strip():
             raise ValueError("document must be a text that is not blank, got an empty one")
         check_kind("chat", chat, bool)
-        self.cache = PolicyCache(policy, storage)
+        there = isinstance(policy, PolicyCache)
+        if there and storage is not None:
+            raise ValueError(f"storage must be left out with a cache, got {storage!r}")
+        self.cache = policy if isinstance(policy, PolicyCache) else PolicyCache(policy, storage)
         ModelParts(model)  # raises an error if this is not a model
         if not callable(tokenizer):
             raise TypeError(f"tokenizer must be one of Transformers, got {tokenizer!r}")
@@ -94,7 +99,10 @@ class ReadDocument:
                 f"document must have tokens, got {document!r}, for which the tokenizer makes none"
             )
         self._ids = torch.tensor([ids], device=model.device)
-        read(model, self.cache, self._ids, torch.ones_like(self._ids))
+        if there:
+            self._check_read()
+        else:
+            read(model, self.cache, self._ids, torch.ones_like(self._ids))
 
     def __repr__(self) -> str:
         held = held_in_words(self.cache.layers, self.cache.get_seq_length())
@@ -136,6 +144,22 @@ class ReadDocument:
         for start in range(0, len(rows), size):
             answers += self._answer(rows[start : start + size], generation)
         return answers
+
+    def _check_read(self) -> None:
+        """Raise ValueError unless the cache has read this document, in this form, and no more."""
+        seen = self.cache._reader.tokens
+        if seen is None or seen.valid.shape != self._ids.shape:
+            batch, count = (0, 0) if seen is None else seen.valid.shape
+            got = f"of {batch} rows and {count:,} tokens"
+        elif (unlike := seen.first_unlike(self._ids)) is not None:
+            got = f"that has read another token at {unlike[1]:,}"
+        else:
+            return
+        raise ValueError(
+            "policy must be a policy, or a cache that has read this document and no more, 1 row of "
+            f"{self._ids.shape[1]:,} tokens, got a cache {got}; is chat={self._chat} as when the "
+            "document was read?"
+        )
 
     def _answer(self, rows: Sequence[list[int]], generation: dict[str, Any]) -> list[str]:
         pad = pad_of(self._tokenizer)

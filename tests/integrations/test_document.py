@@ -1,5 +1,6 @@
 """A document read once: answers are those of a loop by hand, and do not see each other."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers import PolicyCache, ReadDocument
+from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, ReadDocument
 from kvpolicy.integrations.transformers.document import prompt_ids
 from kvpolicy.policies import FastKV, FullContext, GemFilter, KVzip, SnapKV
 from kvpolicy.policy import CachePolicy
@@ -39,6 +40,30 @@ def test_answers_are_those_of_each_question_alone(policy: CachePolicy) -> None:
     assert document.answer(QUESTIONS[::-1], batch_size=2, max_new_tokens=5) == wanted[::-1]
     assert str(document.cache.report()) == held  # questions are appended to copies
     assert document.answer([]) == []
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_document_that_was_saved(chat: bool, tmp_path: Path) -> None:
+    """It answers as before, and the model reads no token of it again."""
+    model, tokenizer = tiny_model("llama", seed=1), char_tokenizer()
+    document = ReadDocument(model, tokenizer, DOCUMENT, SnapKV(0.3, window_size=4), chat=chat)
+    wanted = document.answer(QUESTIONS, max_new_tokens=5)
+    document.cache.save(tmp_path / "document")
+    calls = list[object]()
+    with model.register_forward_pre_hook(lambda *_: calls.append(1)):
+        cache = PolicyCache.load(tmp_path / "document")
+        again = ReadDocument(model, tokenizer, DOCUMENT, cache, chat=chat)
+    assert not calls
+    assert again.answer(QUESTIONS, max_new_tokens=5) == wanted
+    for text, form in ((DOCUMENT, not chat), (DOCUMENT[:-1], chat)):
+        with pytest.raises(ValueError, match=r"read this document and no more, .* got a cache of"):
+            ReadDocument(model, tokenizer, text, cache, chat=form)
+    with pytest.raises(ValueError, match=r"got a cache that has read another token at \d+"):
+        ReadDocument(model, tokenizer, DOCUMENT.replace("rain", "snow"), cache, chat=chat)
+    with pytest.raises(ValueError, match=r"got a cache of 0 rows and 0 tokens"):
+        ReadDocument(model, tokenizer, DOCUMENT, PolicyCache(SnapKV(0.3)), chat=chat)
+    with pytest.raises(ValueError, match="storage must be left out with a cache"):
+        ReadDocument(model, tokenizer, DOCUMENT, cache, chat=chat, storage=OffloadedStorage())
 
 
 def test_a_model_that_the_default_does_not_suit() -> None:
