@@ -65,9 +65,8 @@ class DocumentFolder:
         return known[1]
 
     def names(self) -> list[str]:
-        """Return the names of all documents, sorted."""
-        found = (each.name.removesuffix(SUFFIX) for each in self.path.glob(f"*{SUFFIX}"))
-        return sorted(name for name in found if NAME.fullmatch(name))
+        """Return the names of all files, sorted, also of those that `get` refuses."""
+        return sorted(each.name.removesuffix(SUFFIX) for each in self.path.glob(f"*{SUFFIX}"))
 
     def readable(self) -> Iterator[ServedDocument]:
         """Yield all documents that can be read."""

@@ -72,12 +72,16 @@ def test_what_does_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     to = folder / "others" / "one.safetensors"
     assert export(folder, "--policy", "streamingllm", "--to", str(to)) == 0
     (to.parent / "two.safetensors").write_bytes(to.read_bytes()[:500])
+    (to.parent / "a report.safetensors").write_bytes(to.read_bytes())
     tiny_model("llama", seed=1).save_pretrained(folder / "tiny")
     capsys.readouterr()
     assert main(["serve-check", str(to.parent), "--model", str(folder / "tiny")]) == 1
     shown = capsys.readouterr().out
     assert "not served: document 'one' does not fit the served model" in shown
     assert "not served: two.safetensors is not a whole safetensors file" in shown
+    assert "not served: a document's name must be letters, digits, _, - and ., got 'a report'" in (
+        " ".join(shown.split())
+    )
 
 
 def test_refusals(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
