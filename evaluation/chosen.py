@@ -136,13 +136,22 @@ def _compositions(options: PolicyOptions, rates: Sequence[float | None]) -> list
     told = [part.parameters for part in options.parts.values()]
     if any("retention_rate" in each or "retention_tokens" in each for each in told):
         rates = (None,)
-    found = []
+    found, name = [], _composed_name(options)
     for rate, tokens in _retentions(options, rates, known):
         shared = {**_retention(rate, tokens, known), **options.parameters}
         policy = _built(functools.partial(compose, options.parts, shared))
         described = {kind: str(getattr(policy, kind)) for kind in PARTS}
-        found.append(Variant(options.composed_name, policy, rate, described, tokens))
+        found.append(Variant(name, policy, rate, described, tokens))
     return found
+
+
+def _composed_name(options: PolicyOptions) -> str:
+    """Return the parts that are given, by their registered names; no policy has such a name."""
+    found = []
+    for kind, part in options.parts.items():
+        assigned = ",".join(f"{name}={value}" for name, value in part.parameters.items())
+        found.append(name_of(part.name, kind) + (f":{assigned}" if assigned else ""))
+    return "+".join(found)
 
 
 def _factories(options: PolicyOptions) -> list[Callable[..., Part]]:
@@ -183,8 +192,9 @@ def _built(build: Callable[[], CachePolicy]) -> CachePolicy:
 def _check_taken(options: PolicyOptions, found: Sequence[Variant]) -> None:
     """Raise ValueError if a given parameter is taken by none of the chosen policies."""
     names = dict.fromkeys(each.name for each in found)
-    factories = [registered("policy")[name] for name in names if name != options.composed_name]
-    factories += _factories(options) if options.parts else []
+    composed = _composed_name(options)
+    factories = [registered("policy")[name] for name in names if name != composed]
+    factories += _factories(options) if composed else []
     known = {name for factory in factories for name in parameters_of(factory)}
     wanted = {name: f"--set {name}" for name in options.parameters}
     wanted |= {"protect": "--protect"} if "protect" in wanted else {}

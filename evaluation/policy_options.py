@@ -59,11 +59,6 @@ class PolicyOptions:
         parts = {kind: [part.name] for kind, part in self.parts.items()}
         check_declared({"policy": self.names, **parts})
 
-    @property
-    def composed_name(self) -> str:
-        """The parts that are named, as ``last_query+token_selective:tsp_layer=9``."""
-        return "+".join(part.short(kind) for kind, part in self.parts.items())
-
     @staticmethod
     def given(
         *,

@@ -36,16 +36,6 @@ class PartOption:
         assignments = rest.split(",") if colon else []
         return PartOption(name.strip(), parse_assignments(assignments, option))
 
-    def short(self, kind: str) -> str:
-        """Return the text that names it, without the kind at the name's end.
-
-        Example:
-            >>> PartOption.parse("last_query_scorer:protect=4", "--scorer").short("scorer")
-            'last_query:protect=4'
-        """
-        assigned = ",".join(f"{name}={value}" for name, value in self.parameters.items())
-        return self.name.removesuffix(f"_{kind}") + (f":{assigned}" if assigned else "")
-
 
 def parse_assignments(assignments: Iterable[str], option: str) -> dict[str, Any]:
     """Parse texts such as ``"window_size=16"`` into a dict of values by name.

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.forward.inputs import read_past
+from kvpolicy.integrations.transformers.forward.inputs import no_tokens, other_batch, read_past
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
@@ -67,11 +67,10 @@ class Given:
         if seen is None or read is None or length is None:
             return
         name = "input_ids" if self.embeds is None else "inputs_embeds"
-        if seen.batch % read.shape[0]:  # `generate` repeats every row once for each beam or answer
-            raise ValueError(
-                f"{name} must have the batch size the cache holds, {seen.batch}, got "
-                f"{read.shape[0]}; use a new PolicyCache or reset() this one"
-            )
+        if not len(read):
+            raise no_tokens(name, read)
+        if seen.batch % len(read):  # `generate` repeats every row once for each beam or answer
+            raise other_batch(name, seen.batch, len(read))
         mask = self.mask
         new_alone = isinstance(mask, Tensor) and mask.shape[1:2] != read.shape[1:2]
         if length <= seen.seen or (self.embeds is not None and new_alone):

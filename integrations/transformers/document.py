@@ -78,10 +78,12 @@ class ReadDocument:
         if not document.strip():
             raise ValueError("document must be a text that is not blank, got an empty one")
         check_kind("chat", chat, bool)
-        there = isinstance(policy, PolicyCache)
-        if there and storage is not None:
+        if not isinstance(policy, PolicyCache):
+            self.cache = PolicyCache(policy, storage)
+        elif storage is None:
+            self.cache = policy
+        else:
             raise ValueError(f"storage must be left out with a cache, got {storage!r}")
-        self.cache = policy if isinstance(policy, PolicyCache) else PolicyCache(policy, storage)
         ModelParts(model)  # raises an error if this is not a model
         if not callable(tokenizer):
             raise TypeError(f"tokenizer must be one of Transformers, got {tokenizer!r}")
@@ -99,7 +101,7 @@ class ReadDocument:
                 f"document must have tokens, got {document!r}, for which the tokenizer makes none"
             )
         self._ids = torch.tensor([ids], device=model.device)
-        if there:
+        if self.cache is policy:
             self._check_read()
         else:
             read(model, self.cache, self._ids, torch.ones_like(self._ids))

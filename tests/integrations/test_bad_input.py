@@ -100,6 +100,7 @@ def test_a_forward_that_does_not_go_on(
     ("ids", "mask", "message"),
     [
         (prompt(80).repeat(2, 1), None, "input_ids must have the batch size the cache holds, 1"),
+        (prompt(80)[:0], None, "input_ids must hold at least one token in at least one row, got"),
         (prompt(30).repeat(2, 1), None, "input_ids must have the batch size the cache holds, 1"),
         (prompt(30), None, "input_ids must continue the 66 tokens .* got 30"),
         ("embeddings", None, "inputs_embeds must continue the 66 tokens .* got 40"),

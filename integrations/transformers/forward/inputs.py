@@ -68,17 +68,12 @@ def read_inputs(
     inputs = inputs_of(arguments)
     batch, new_len = inputs.shape[:2]
     if not (batch and new_len):
-        raise ValueError(
-            f"input_ids must hold at least one token in at least one row, got {list(inputs.shape)}"
-        )
+        raise no_tokens("input_ids", inputs)
     _check_positions(arguments.get("position_ids"), batch, new_len)
     if seen is None:
         seen = SeenTokens.none(batch, inputs.device)
     if batch != seen.batch:
-        raise ValueError(
-            f"input_ids must have the batch size the cache holds, {seen.batch}, got {batch}; "
-            "use a new PolicyCache or reset() this one"
-        )
+        raise other_batch("input_ids", seen.batch, batch)
     seen = seen.to(inputs.device)
     if seen.skipped is not None and arguments.get("position_ids") is not None:
         behind = arguments["position_ids"] - seen.skipped[:, None]
@@ -164,6 +159,20 @@ def _without_mask(arguments: dict[str, Any], seen: SeenTokens, new_len: int) -> 
     valid = torch.ones(seen.batch, new_len, dtype=torch.bool, device=seen.valid.device)
     arguments = _with_positions(arguments, seen, valid)
     return Incoming(arguments, seen, None, valid, valid, padded=False)
+
+
+def no_tokens(name: str, inputs: Tensor) -> ValueError:
+    """Return the error for inputs without rows or without tokens."""
+    shape = list(inputs.shape)
+    return ValueError(f"{name} must hold at least one token in at least one row, got {shape}")
+
+
+def other_batch(name: str, held: int, batch: int) -> ValueError:
+    """Return the error for inputs of another number of rows than a cache holds."""
+    return ValueError(
+        f"{name} must have the batch size the cache holds, {held}, got {batch}; use a new "
+        "PolicyCache or reset() this one"
+    )
 
 
 def check_step(mask: Tensor, seen: SeenTokens) -> None:

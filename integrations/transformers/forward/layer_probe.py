@@ -77,7 +77,7 @@ class LayerProbe:
         asked = LayerProbe(parts, policy, rotary, weight)
         if not parts.shows_queries:
             asked._refuse("some layers call attention functions of their own")
-        if (policy.gapless or (rotary and policy.propagation.restarts)) and has_axes(parts.config):
+        if rotary and not asked.reads_places and has_axes(parts.config):
             asked._refuse("its rotary positions have several axes, as for the tokens of an image")
         if policy.gapless and changes_with_length(parts.config):
             asked._refuse("its rotary frequencies change with the length of what is read")

@@ -258,14 +258,17 @@ def frequencies_of(
     places, valid = places.to(device), valid.to(device)
     tolerance = max(ROUNDING, 2 * torch.finfo(dtype).eps)
     places = places[..., None] if places.ndim == 2 else places
-    shown = _turned_by_axis(decoder, parts[0], places.shape[2]) if places.shape[2] > 1 else None
+    shown = None
+    if places.shape[2] > 1:
+        shown = _turned_by_axis(decoder, parts[0], places.shape[2])
+        if shown is None:
+            return None
     for frequencies, scale in _candidates(decoder):
         for form in FORMS:
-            if (form.name == "complex") != complex_:
+            fits = form.of_pairs(parts[0]).shape[-1] == len(frequencies)
+            if (form.name == "complex") != complex_ or not fits:
                 continue
             axes = None if shown is None else form.of_pairs(shown).to(torch.uint8).argmax(dim=0)
-            if axes is not None and axes.shape != frequencies.shape:
-                continue
             own = places if axes is None else places[..., axes]
             angles = own.float() * frequencies.to(device, torch.float32)
             made = form.given(angles.cos() * scale, angles.sin() * scale, given)
@@ -275,10 +278,16 @@ def frequencies_of(
     return None
 
 
-def _turned_by_axis(decoder: nn.Module, like: Tensor, axes: int) -> Tensor:
-    """Mark the channels that a position on each axis turns, bool ``[axes, channels]``."""
+def _turned_by_axis(decoder: nn.Module, like: Tensor, axes: int) -> Tensor | None:
+    """Mark the channels that a position on each axis turns, bool ``[axes, channels]``.
+
+    None if the decoder has no rotary embedding that gives cosines and sines of such positions.
+    """
+    rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is None or like.is_complex():
+        return None
     places = torch.eye(axes, dtype=torch.int64, device=like.device)[:, None]
-    sin: Tensor = decoder.get_submodule("rotary_emb")(like.new_zeros(1, axes, 1), places)[1]
+    sin: Tensor = rotary(like.new_zeros(1, axes, 1), places)[1]
     return sin[0] != 0
 
 

@@ -199,5 +199,5 @@ def test_a_composition_at_numbers_of_tokens_under_a_bound(
     shown = works(run("compare", "--model", folder, *asked, *bound, *QUICK, "--out", tmp_path))
     assert "keeping 24 tokens" in shown
     rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
-    assert [row["policy"] for row in rows] == ["full_context", "snapkv", "last_query"]
+    assert [row["policy"] for row in rows] == ["full_context", "snapkv", "last_query_scorer"]
     assert "every=4" in rows[1]["parameters"]["decoding"]

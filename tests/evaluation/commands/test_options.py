@@ -103,12 +103,17 @@ def test_a_rate_above_the_tsp_rate_raises_it_alike_for_one_and_for_several() -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "policy"),
+    ("arguments", "name", "policy"),
     [
-        (("--scorer", "window_max_pool"), SnapKV()),
-        (("--propagation", "token_selective:tsp_layer=3"), FastKV(tsp_layer=3)),
+        (("--scorer", "window_max_pool"), "window_max_pool_scorer", SnapKV()),
+        (
+            ("--propagation", "token_selective:tsp_layer=3"),
+            "token_selective_propagation:tsp_layer=3",
+            FastKV(tsp_layer=3),
+        ),
         (
             ("--selector", "sink-and-recent:num_sinks=2", "--protect", "1"),
+            "sink_and_recent_selector:num_sinks=2",
             CachePolicy(None, SinkAndRecentSelector(num_sinks=2, protect=1), PassAllPropagation()),
         ),
         (
@@ -116,6 +121,7 @@ def test_a_rate_above_the_tsp_rate_raises_it_alike_for_one_and_for_several() -> 
                 *("--scorer", "last_query", "--propagation", "token_selective:tsp_rate=0.4"),
                 *("--set", "window_size=1", "--rate", "0.3"),
             ),
+            "last_query_scorer+token_selective_propagation:tsp_rate=0.4",
             CachePolicy(
                 LastQueryScorer(),
                 GQAGroupSelector(0.3, window_size=1),
@@ -124,16 +130,16 @@ def test_a_rate_above_the_tsp_rate_raises_it_alike_for_one_and_for_several() -> 
         ),
         (
             ("--scorer", "window_max_pool:window_size=4", "--retention-tokens", "99"),
+            "window_max_pool_scorer:window_size=4",
             CachePolicy(
                 WindowMaxPoolScorer(4), GQAGroupSelector(retention_tokens=99), PassAllPropagation()
             ),
         ),
     ],
 )
-def test_compositions(arguments: tuple[str, ...], policy: CachePolicy) -> None:
+def test_compositions(arguments: tuple[str, ...], name: str, policy: CachePolicy) -> None:
     variant = chosen_variant(read(*arguments), "fastkv")
-    given = [each for each in arguments if each.split(":")[0] in variant.name]
-    assert variant.name == "+".join(given)
+    assert variant.name == name
     parts_of = [(each.scorer, each.selector, each.propagation) for each in (variant.policy, policy)]
     assert parts_of[0] == parts_of[1]
 
@@ -141,12 +147,16 @@ def test_compositions(arguments: tuple[str, ...], policy: CachePolicy) -> None:
 def test_a_composition_stands_beside_policies_at_every_rate() -> None:
     options = read("-p", "snapkv", "-r", "0.1", "-r", "0.2", "--scorer", "last_query")
     assert [each.label for each in chosen_variants(options, ())] == [
-        *("snapkv 0.1", "snapkv 0.2", "last_query 0.1", "last_query 0.2")
+        *("snapkv 0.1", "snapkv 0.2", "last_query_scorer 0.1", "last_query_scorer 0.2")
     ]
     own = read("--selector", "gqa_group:retention_rate=0.4")
     assert [each.label for each in chosen_variants(own, (0.1, 0.2))] == [
-        "gqa_group:retention_rate=0.4"
+        "gqa_group_selector:retention_rate=0.4"
     ]
+    # A method and its scorer are two rows, however the scorer's name is written.
+    alike = read("-p", "keydiff", "--scorer", "KeyDiff", "-r", "0.1")
+    labels = [each.label for each in chosen_variants(alike, ())]
+    assert labels == ["keydiff 0.1", "keydiff_scorer 0.1"]
 
 
 @pytest.mark.parametrize("command", [ESTIMATE, COMPARE, ("generate",)])
@@ -223,10 +233,12 @@ def test_estimate_says_what_a_composition_is(run: Run) -> None:
     )
     assert status == 0
     said = " ".join(shown.split())
-    assert "last_query+token_selective:tsp_layer=9 2,048" in said
-    assert "last_query+token_selective:tsp_layer=9 1,024" in said
+    # The table breaks the name into two lines.
+    assert "last_query_scorer+token_selective_propaga 2,048" in said
+    assert "last_query_scorer+token_selective_propaga 1,024" in said
     assert "CachePolicy(LastQueryScorer(), GQAGroupSelector(retention_tokens=2048)" in said
-    assert "last_query+token_selective:tsp_layer=9 drops tokens after layer 9 of 0 to 31." in said
+    name = "last_query_scorer+token_selective_propagation:tsp_layer=9"
+    assert f"{name} drops tokens after layer 9 of 0 to 31." in said
 
 
 def test_a_bound_of_answers_is_each_policys_own_rule() -> None:

@@ -159,7 +159,9 @@ LATE: dict[str, str] = {
 OUTSIDE: dict[str, str] = {
     f"{GENERATE} -p fastkv --set tsp_layer=40": "fastkv@40",
     f"{GENERATE} -p gemfilter --rate 0.2 --set filter_layer=40": "gemfilter 0.2",
-    f"{GENERATE} --propagation token_selective:tsp_layer=40": "token_selective:tsp_layer=40",
+    f"{GENERATE} --propagation token_selective:tsp_layer=40": (
+        "token_selective_propagation:tsp_layer=40"
+    ),
     "compare --count 2 -p snapkv,fastkv,claa --rate 0.2 --set tsp_layer=40": "fastkv@40 0.2",
     "export --prompt-file prompt.txt --to a.safetensors -p fastkv --set tsp_layer=40": "fastkv@40",
     f"{COSTS} -p snapkv,claa --rate 0.2 --set tsp_layer=40": "claa@40 0.2",
