@@ -47,7 +47,7 @@ def nothing_stays_behind() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="the first tests of every file")
     parser.addoption(
-        "--covering", action="store_true", help="few cases of a test, with every parameter value"
+        "--covering", action="store_true", help="few cases, with every parameter value of a file"
     )
 
 

@@ -1,7 +1,7 @@
-"""Which cases of a test run: few, with every value of every axis, or every pair of values."""
+"""Which cases run: few, with every value of every axis of a file, or every pair of values."""
 
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,25 @@ WHOLE = {
 Case = Mapping[str, Hashable]
 
 
-def covering(cases: Sequence[Case]) -> list[int]:
-    """Returns the indices of few cases that together take every value of every axis.
+def covering(tests: Sequence[Sequence[Case]]) -> list[list[int]]:
+    """Returns of each test the indices of few cases, and at least one.
 
-    Greedily: always the case that brings the most values no chosen one has, the earliest of equals.
+    Together they take every value of every axis. Greedily: each test in turn has the case that
+    brings the most values no chosen one has, the earliest of equals.
     """
-    values = [{(axis, type(value), value) for axis, value in case.items()} for case in cases]
-    missing = set[tuple[str, type, Hashable]]().union(*values)
-    chosen = []
-    while missing:
-        best = max(range(len(cases)), key=lambda at: len(values[at] & missing))
-        chosen.append(best)
-        missing -= values[best]
-    return sorted(chosen) if chosen else list(range(len(cases)))[:1]
+    values = [
+        [{(axis, type(value), value) for axis, value in case.items()} for case in cases]
+        for cases in tests
+    ]
+    missing = set[tuple[str, type, Hashable]]().union(*chain(*values))
+    chosen = [[] for _ in tests]
+    while missing or not all(chosen):
+        for own, found in zip(values, chosen, strict=True):
+            best = max(range(len(own)), key=lambda at: len(own[at] & missing))
+            if own[best] & missing or not found:
+                found.append(best)
+                missing -= own[best]
+    return [sorted(found) for found in chosen]
 
 
 def case_of(item: pytest.Item) -> Case:
@@ -45,14 +51,16 @@ def case_of(item: pytest.Item) -> Case:
 
 
 def chosen_items(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Returns of every test the covering cases, and all of what `WHOLE` names, in their order."""
-    tests: dict[tuple[Path, str], list[pytest.Item]] = {}
+    """Returns of every file the covering cases, and all of what `WHOLE` names, in their order."""
+    files: dict[Path, dict[str, list[pytest.Item]]] = {}
     for item in items:
-        tests.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+        tests = files.setdefault(item.path, {})
+        tests.setdefault(getattr(item, "originalname", item.name), []).append(item)
     kept = set[pytest.Item]()
-    for (path, _), cases in tests.items():
-        whole = WHOLE & set(path.parts)
-        kept.update(cases if whole else [cases[at] for at in covering([*map(case_of, cases)])])
+    for path, tests in files.items():
+        chosen = covering([[*map(case_of, cases)] for cases in tests.values()])
+        for cases, found in zip(tests.values(), chosen, strict=True):
+            kept.update(cases if WHOLE & set(path.parts) else [cases[at] for at in found])
     return [item for item in items if item in kept]
 
 

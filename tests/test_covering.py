@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Hashable
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from pathlib import Path
 
 import pytest
@@ -20,25 +20,34 @@ VALUES = st.one_of(st.integers(0, 3), st.booleans(), st.sampled_from("abc"), st.
 @st.composite
 def cases(draw: st.DrawFn) -> list[dict[str, Hashable]]:
     axes = draw(st.lists(st.sampled_from("uvwxyz"), unique=True, max_size=4))
-    return draw(st.lists(st.fixed_dictionaries(dict.fromkeys(axes, VALUES)), max_size=40))
+    return draw(
+        st.lists(st.fixed_dictionaries(dict.fromkeys(axes, VALUES)), min_size=1, max_size=40)
+    )
 
 
 def values_of(some: list[dict[str, Hashable]]) -> set[tuple[str, str]]:
     return {(axis, repr(value)) for case in some for axis, value in case.items()}
 
 
-@given(cases())
-def test_every_value_of_every_axis_is_chosen(drawn: list[dict[str, Hashable]]) -> None:
-    chosen = covering(drawn)
-    assert chosen == sorted(set(chosen))
-    assert values_of([drawn[at] for at in chosen]) == values_of(drawn)
-    assert len(chosen) <= max(1, len(values_of(drawn)))
+@given(st.lists(cases(), max_size=4))
+def test_every_value_of_every_axis_is_chosen(tests: list[list[dict[str, Hashable]]]) -> None:
+    chosen = covering(tests)
+    assert all(found and found == sorted(set(found)) for found in chosen)
+    taken = [cases[at] for cases, found in zip(tests, chosen, strict=True) for at in found]
+    values = values_of([*chain(*tests)])
+    assert values_of(taken) == values
+    assert len(taken) <= len(values) + len(tests)
 
 
 def test_a_product_needs_as_many_cases_as_its_longest_axis() -> None:
     grid = [{"x": x, "y": y, "z": z} for x, y, z in product("abc", "de", range(3))]
-    chosen = [tuple(grid[at].values()) for at in covering(grid)]
+    chosen = [tuple(grid[at].values()) for at in covering([grid])[0]]
     assert chosen == [("a", "d", 0), ("b", "e", 1), ("c", "d", 2)]
+
+
+def test_tests_of_one_file_share_values() -> None:
+    numbers = [{"x": x} for x in range(5)]
+    assert covering([numbers, numbers, [{}, {}]]) == [[0, 2, 4], [1, 3], [0]]
 
 
 def test_every_pair_that_can_be_is_in_a_row() -> None:
@@ -60,26 +69,19 @@ def test_every_pair_that_can_be_is_in_a_row() -> None:
 
 
 def test_equal_values_of_unlike_types_are_two() -> None:
-    assert covering([{"x": 1}, {"x": True}, {"x": 1.0}, {"x": 1}]) == [0, 1, 2]
-
-
-def test_a_test_without_parameters_is_chosen() -> None:
-    assert covering([{}]) == [0]
-    assert covering([{}, {}]) == [0]
-    assert covering([]) == []
+    assert covering([[{"x": 1}, {"x": True}, {"x": 1.0}, {"x": 1}]]) == [[0, 1, 2]]
 
 
 def test_of_this_suite_every_value_is_chosen(request: pytest.FixtureRequest) -> None:
     items = request.session.items
     chosen = chosen_items(items)
-    names = {item: (item.path, getattr(item, "originalname", item.name)) for item in items}
 
     def taken(some: list[pytest.Item]) -> set[tuple[object, ...]]:
         return {
-            (names[item], axis, type(value), value)
+            (item.path, axis, type(value), value)
             for item in some
             for axis, value in case_of(item).items()
-        } | {names[item] for item in some}
+        } | {(item.path, getattr(item, "originalname", item.name)) for item in some}
 
     assert taken(chosen) == taken(items)
     whole = [item for item in items if WHOLE & set(item.path.parts)]

@@ -31,7 +31,7 @@ def chosen() -> list[Situation]:
         if row.model in ("llama", "mistral_eager") and row.policy not in unequal
     ]
     cases = cast(list[Mapping[str, Hashable]], [attrs.asdict(row) for row in rows])
-    return [rows[index] for index in covering(cases)]
+    return [rows[index] for index in covering([cases])[0]]
 
 
 @pytest.mark.parametrize("situation", chosen(), ids=str)
