@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext, Scorer
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.model.rotary import GivenPlaces
+from kvpolicy.integrations.transformers.model.rotary import GivenPlaces, frequencies_of
 from kvpolicy.policies import (
     Compactor,
     GQAGroupSelector,
@@ -39,6 +39,18 @@ def test_turned_back_is_what_was_projected(name: str, rows: tuple[int, ...]) -> 
     converse(family, model, cache, prompts_of(name, rows, turns=2))
     for new, held_too in scorer.compared.values():
         assert held_too > new > 60
+
+
+def test_which_axis_turns_which_channels_is_asked_of_the_decoders_own_embedding() -> None:
+    decoder: Any = model_of("qwen3_vl").get_decoder()
+    places, valid = torch.arange(15).view(1, 5, 3), torch.ones(1, 5, dtype=torch.bool)
+    given = decoder.rotary_emb(torch.zeros(1, 1, 1), places.permute(2, 0, 1))
+    found = frequencies_of(decoder, given, places, valid)
+    assert found is not None
+    assert found[3] is not None
+    assert {*found[3].tolist()} == {0, 1, 2}
+    elsewhere = torch.nn.ModuleDict({"turning": decoder.rotary_emb})
+    assert frequencies_of(elsewhere, given, places, valid) is None
 
 
 @attrs.frozen
