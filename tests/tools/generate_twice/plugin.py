@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
 from generate_twice.record import Record
 from generate_twice.wrapping import generating_twice
 
