@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.checks import check_rate
@@ -44,7 +42,7 @@ class LazyLLM(Method):
     powers of ``tsp_rate`` that refer to the whole context, rounded down once.
     """
 
-    paper: ClassVar[str] = "arXiv 2407.14057"
+    paper = "arXiv 2407.14057"
 
     tsp_rate: float = attrs.field(default=0.7, kw_only=True)
     tsp_layers: tuple[int, ...] | None = attrs.field(

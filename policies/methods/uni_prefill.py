@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.checks import check_count
@@ -42,7 +40,7 @@ class UniPrefill(Method):
     and 41, for Qwen3-Next every fourth layer from 7 to 43.
     """
 
-    paper: ClassVar[str] = "arXiv 2605.06221"
+    paper = "arXiv 2605.06221"
 
     tsp_layers: tuple[int, ...] | None = attrs.field(
         default=None, converter=as_layers, kw_only=True

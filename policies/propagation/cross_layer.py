@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import attrs
 import torch
@@ -59,7 +59,7 @@ class CrossLayerPropagation(TokenSelectivePropagation):
     does not; which of the two the paper used is uncertain.
     """
 
-    paper: ClassVar[str] = "arXiv 2602.16054"
+    paper = "arXiv 2602.16054"
 
     voting_layers: int | None = attrs.field(default=4, kw_only=True)
     standardize: bool = attrs.field(default=True, kw_only=True)

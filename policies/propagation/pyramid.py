@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import attrs
 import torch
@@ -46,7 +45,7 @@ class PyramidPropagation(PropagationPolicy):
     Source: PyramidInfer (arXiv 2405.12532), with the settings of FastKV's comparison.
     """
 
-    paper: ClassVar[str] = "arXiv 2405.12532"
+    paper = "arXiv 2405.12532"
 
     recent_rate: float = attrs.field(default=0.2, kw_only=True)
     decay_ratio: float = attrs.field(default=0.7, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import ClassVar
 
 import attrs
 from torch import Tensor
@@ -46,7 +45,7 @@ class RestartPropagation(PropagationPolicy):
     published code it may be left out, and the next token is then predicted from another.
     """
 
-    paper: ClassVar[str] = "arXiv 2409.17422"
+    paper = "arXiv 2409.17422"
 
     retention_rate: float | None = DefaultRate(0.1)
     filter_layer: int | None = attrs.field(default=None, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import ClassVar
 
 import attrs
 from torch import Tensor
@@ -47,7 +46,7 @@ class TokenSelectivePropagation(PropagationPolicy):
     Source: FastKV (arXiv 2502.01068), section 3, token-selective propagation.
     """
 
-    paper: ClassVar[str] = "arXiv 2502.01068"
+    paper = "arXiv 2502.01068"
 
     tsp_rate: float | None = DefaultRate(0.2)
     tsp_layer: int | None = attrs.field(default=None, kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 from torch import Tensor
 
@@ -40,7 +38,7 @@ class VisualTokenPropagation(PropagationPolicy):
     Source: FastV (arXiv 2403.06764), section 4; PyramidDrop (arXiv 2410.17247), section 3.
     """
 
-    paper: ClassVar[str] = "arXiv 2403.06764"
+    paper = "arXiv 2403.06764"
 
     tsp_rate: float = 0.5
     tsp_layer: int = attrs.field(default=1, kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 from torch import Tensor
 
@@ -30,7 +28,7 @@ class AccumulatedAttentionScorer(Scorer):
     causally, so that earlier queries see the future; ours is causal throughout.
     """
 
-    paper: ClassVar[str] = "arXiv 2306.14048"
+    paper = "arXiv 2306.14048"
 
     @property
     def num_queries(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
@@ -45,7 +43,7 @@ class ChunkAttentionScorer(Scorer):
     over all rows and heads together, and padding counts as tokens.
     """
 
-    paper: ClassVar[str] = "arXiv 2507.08143"
+    paper = "arXiv 2507.08143"
 
     num_sinks: int = attrs.field(default=8, kw_only=True)
     window_size: int = attrs.field(default=4, kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
@@ -51,7 +49,7 @@ class ExpectedAttentionScorer(Scorer):
     model are ignored.
     """
 
-    paper: ClassVar[str] = "arXiv 2510.00636"
+    paper = "arXiv 2510.00636"
 
     num_sinks: int = attrs.field(default=4, kw_only=True)
     future_len: int = attrs.field(default=512, kw_only=True)

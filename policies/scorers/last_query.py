@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 from torch import Tensor
 from torch.nn import functional
@@ -27,7 +25,7 @@ class LastQueryScorer(Scorer):
     Source: TOVA, Transformers are Multi-State RNNs (arXiv 2401.06104).
     """
 
-    paper: ClassVar[str] = "arXiv 2401.06104"
+    paper = "arXiv 2401.06104"
 
     @property
     def num_queries(self) -> int:
@@ -63,7 +61,7 @@ class LastQueryProductScorer(Scorer):
     last token's own.
     """
 
-    paper: ClassVar[str] = "arXiv 2409.17422"
+    paper = "arXiv 2409.17422"
 
     kernel_size: int = attrs.field(default=5, kw_only=True)
     own: bool = attrs.field(default=True, kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
@@ -43,7 +41,7 @@ class CAOTEScorer(WrappingScorer):
     change is set to ``||v_j||_2``, and with ``fast`` ``1 - a`` is at least 1e-6.
     """
 
-    paper: ClassVar[str] = "arXiv 2504.14051"
+    paper = "arXiv 2504.14051"
 
     scorer: Scorer = attrs.field(default=WindowMaxPoolScorer())
     fast: bool = attrs.field(default=False, kw_only=True)

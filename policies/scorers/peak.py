@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 from torch import Tensor
 
@@ -31,7 +29,7 @@ class PeakAttentionScorer(Scorer):
     Source: KVzip (arXiv 2505.23416), section 3.
     """
 
-    paper: ClassVar[str] = "arXiv 2505.23416"
+    paper = "arXiv 2505.23416"
 
     @property
     def num_queries(self) -> None:

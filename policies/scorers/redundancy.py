@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
@@ -48,7 +46,7 @@ class RedundancyScorer(Scorer):
     has its own similarity, and all similarities of a key without copies count.
     """
 
-    paper: ClassVar[str] = "arXiv 2505.24133"
+    paper = "arXiv 2505.24133"
 
     window_size: int = attrs.field(default=8, kw_only=True)
     kernel_size: int = attrs.field(default=7, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import attrs
 import torch
@@ -48,7 +47,7 @@ class LeverageScorer(Scorer):
     standardized over all rows and heads together, and every row and head has a ``Phi`` of its own.
     """
 
-    paper: ClassVar[str] = "arXiv 2507.08143"
+    paper = "arXiv 2507.08143"
 
     num_sinks: int = attrs.field(default=8, kw_only=True)
     window_size: int = attrs.field(default=4, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import attrs
 import torch
@@ -47,7 +46,7 @@ class WeightedTailScorer(Scorer):
     Source: PyramidInfer (arXiv 2405.12532).
     """
 
-    paper: ClassVar[str] = "arXiv 2405.12532"
+    paper = "arXiv 2405.12532"
 
     recent_rate: float = attrs.field(default=0.2, kw_only=True)
     distance_weight: float = attrs.field(default=1.2, kw_only=True)

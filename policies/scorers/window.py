@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-from typing import ClassVar
 
 import attrs
 import torch
@@ -98,7 +97,7 @@ class WindowMaxPoolScorer(_PooledWindowScorer):
     window get saliency 0 here: selectors protect them as a set.
     """
 
-    paper: ClassVar[str] = "arXiv 2404.14469"
+    paper = "arXiv 2404.14469"
 
     group_first: bool = attrs.field(default=False, kw_only=True)
     peak_first: bool = attrs.field(default=False, kw_only=True)
@@ -155,7 +154,7 @@ class WindowMeanPoolScorer(_PooledWindowScorer):
     Source: the published code of SnapKV (arXiv 2404.14469), and CLAA (arXiv 2602.16054).
     """
 
-    paper: ClassVar[str] = "arXiv 2602.16054"
+    paper = "arXiv 2602.16054"
 
     def _pooled(self, attention: Tensor) -> Tensor:
         # Padding on the left has attention 0, like the zeros before a row without padding.
@@ -188,7 +187,7 @@ class WindowAttentionScorer(Scorer):
     Source: UniPrefill (arXiv 2605.06221).
     """
 
-    paper: ClassVar[str] = "arXiv 2605.06221"
+    paper = "arXiv 2605.06221"
 
     window_size: int = 128
     kernel_size: int = attrs.field(default=1, kw_only=True)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpolicy.attention import group_mean
-from kvpolicy.checks import check_count, check_rate
+from kvpolicy.checks import check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.host_counts import held_counts, on_device
 from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
-from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
+from kvpolicy.policies.selectors.budgeted import BudgetedSelector
 from kvpolicy.selection import compress, ranks
 
 
 @documented
 @attrs.frozen
-class AdaptiveHeadSelector(SharedBudgetSelector):
+class AdaptiveHeadSelector(BudgetedSelector):
     """Splits a layer's budget over its KV heads: those with spread-out attention keep more.
 
     With ``c`` tokens in the mean budget of a row, ``p`` of them protected and ``f = c - p``, each
@@ -48,7 +46,7 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
     near the budget; here a head's floor is set aside first and the total is exact.
     """
 
-    paper: ClassVar[str] = "arXiv 2407.11550"
+    paper = "arXiv 2407.11550"
 
     floor: float = attrs.field(default=0.2, kw_only=True)
 
@@ -60,12 +58,6 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
     def unequal_heads(self) -> bool:
         """Always True: each head gets its own share of the layer's budget."""
         return True
-
-    def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the fraction of tokens that each layer keeps, averaged over heads."""
-        check_count("num_layers", num_layers, minimum=1)
-        fixed = self.window_size + self.protect
-        return [self.mean_budget.fraction(context_len, protected=fixed)] * num_layers
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
@@ -45,7 +43,7 @@ class CriticalSelector(WrappingSelector):
     Source: CriticalKV (arXiv 2502.03805), as kvpress has it, alone and around Ada-KV.
     """
 
-    paper: ClassVar[str] = "arXiv 2502.03805"
+    paper = "arXiv 2502.03805"
 
     selector: KVSelector = attrs.field(default=GQAGroupSelector())
     first_share: float = attrs.field(default=0.5, kw_only=True)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from typing import ClassVar
-
 import attrs
 from torch import Tensor
 
 from kvpolicy.attention import group_mean
-from kvpolicy.budgets import Budget, DefaultRate
-from kvpolicy.checks import check_count
+from kvpolicy.budgets import Budget
 from kvpolicy.context import LayerContext
 from kvpolicy.host_counts import counts_under, held_counts, known_counts, protected_counts
 from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.selectors.budgeted import BudgetedSelector
 from kvpolicy.selection import head_budgets, select_between, select_top
 
 
 @documented
 @attrs.frozen
-class GQAGroupSelector(KVSelector):
+class GQAGroupSelector(BudgetedSelector):
     """Keeps the last tokens and, for each KV head, the most salient others.
 
     The saliency of a KV head is the mean over the query heads of its group, so that keys and
@@ -34,33 +31,12 @@ class GQAGroupSelector(KVSelector):
     head and stores group times more; the group's mean is FastKV's (arXiv 2502.01068), section 3.
     """
 
-    paper: ClassVar[str] = "arXiv 2502.01068"
-
-    retention_rate: float | None = DefaultRate(0.1)
-    window_size: int = attrs.field(default=8, kw_only=True)
-    retention_tokens: int | None = attrs.field(default=None, kw_only=True)
-    protect: int = attrs.field(default=0, kw_only=True)
-
-    def __attrs_post_init__(self) -> None:
-        check_count("window_size", self.window_size)
-        check_count("protect", self.protect)
-        # A default rate that gave way to a number of tokens shall not show in the repr.
-        object.__setattr__(self, "retention_rate", self.budget.rate)
+    paper = "arXiv 2502.01068"
 
     @property
-    def protected_tail(self) -> int:
-        """The number of last tokens that are always kept."""
-        return self.window_size
-
-    @property
-    def protected_first(self) -> int:
-        """The number of the context's first tokens that are always kept."""
-        return self.protect
-
-    @functools.cached_property
     def budget(self) -> Budget:
         """The number or fraction of each batch row's tokens that are kept."""
-        return Budget(self.retention_rate, self.retention_tokens)
+        return self.mean_budget
 
     @property
     def equal_counts(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import attrs
 import torch
@@ -43,7 +42,7 @@ class SameTokensSelector(GQAGroupSelector):
     Source: This project.
     """
 
-    paper: ClassVar[str] = ""
+    paper = ""
 
     kernel_size: int = attrs.field(default=7, kw_only=True)
 

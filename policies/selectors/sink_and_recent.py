@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
 
 import attrs
 import torch
@@ -37,7 +36,7 @@ class SinkAndRecentSelector(KVSelector):
     `CachePolicy`.
     """
 
-    paper: ClassVar[str] = "arXiv 2309.17453"
+    paper = "arXiv 2309.17453"
 
     retention_rate: float | None = DefaultRate(0.1)
     num_sinks: int = attrs.field(default=4, kw_only=True)
