@@ -7,7 +7,7 @@ import attrs
 from kvpolicy.checks import check_rate
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.method import Method, Parts
-from kvpolicy.policies.propagation.layers import as_layers
+from kvpolicy.policies.propagation.shared import as_layers
 from kvpolicy.policies.propagation.staged import StagedPropagation
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
 from kvpolicy.policies.scorers.last_query import LastQueryScorer

@@ -8,7 +8,7 @@ from kvpolicy.checks import check_count
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.block_mass import BlockMassPropagation
-from kvpolicy.policies.propagation.layers import as_layers
+from kvpolicy.policies.propagation.shared import as_layers
 from kvpolicy.policies.scorers.window import WindowAttentionScorer
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 

@@ -12,7 +12,7 @@ from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy, nearest_layer
-from kvpolicy.policies.propagation.layers import as_layers, within
+from kvpolicy.policies.propagation.shared import as_layers, within
 from kvpolicy.selection import compress, row_budgets, select_top
 
 # Where layers are left open, the first and the last that may act.
@@ -90,7 +90,7 @@ class AgreementPropagation(PropagationPolicy):
         if self.tsp_layers is None:
             first, last = (max(int(num_layers * depth) - 1, 1) for depth in DEPTHS)
             return frozenset(range(first, last + 1)) & frozenset(range(num_layers))
-        return within(self.tsp_layers, num_layers, first=1)
+        return within("tsp_layers", self.tsp_layers, num_layers, first=1)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
         """Return a copy with unset ``tsp_layers`` set to allowed layers near the default."""

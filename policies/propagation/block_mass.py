@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy, nearest_layer
-from kvpolicy.policies.propagation.layers import as_layers, within
+from kvpolicy.policies.propagation.shared import as_layers, within
 from kvpolicy.selection import compress
 
 # Where layers are left open, they act at these shares of the model's depth.
@@ -90,7 +90,7 @@ class BlockMassPropagation(PropagationPolicy):
         """Return the layers after which tokens are dropped; ValueError if outside the model."""
         if self.tsp_layers is None:
             return frozenset(max(int(num_layers * depth) - 1, 0) for depth in DEPTHS)
-        return within(self.tsp_layers, num_layers)
+        return within("tsp_layers", self.tsp_layers, num_layers)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
         """Return a copy with unset ``tsp_layers`` set to allowed layers near the default."""
