@@ -222,12 +222,7 @@ def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:
 
 
 def neighbour_mean(ranking: Tensor, kernel_size: int) -> Tensor:
-    """Average every token's ranking ``[batch, length]`` with those beside it; outside is 0.
-
-    Args:
-        ranking: float ``[batch, length]``.
-        kernel_size: Width, odd; 1 changes nothing.
-    """
+    """Average every token's ranking ``[batch, length]`` with those beside it; outside is 0."""
     if kernel_size == 1:
         return ranking
     return torch.avg_pool1d(ranking, kernel_size, stride=1, padding=kernel_size // 2)
