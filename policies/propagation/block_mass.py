@@ -55,6 +55,7 @@ class BlockMassPropagation(PropagationPolicy):
     """
 
     paper = "arXiv 2605.06221"
+    decides_by_content = True  # the saliency decides how many tokens go on
 
     mass: float = 0.99
     tsp_layers: tuple[int, ...] | None = attrs.field(
@@ -80,11 +81,6 @@ class BlockMassPropagation(PropagationPolicy):
     def protected_first(self) -> int:
         """The number of the context's first tokens that always go on to later layers."""
         return self.protect
-
-    @property
-    def decides_by_content(self) -> bool:
-        """Always True: the saliency decides how many tokens go on."""
-        return True
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """Return the layers after which tokens are dropped; ValueError if outside the model."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.attention import group_mean, neighbour_mean, standardized
-from kvpolicy.checks import check_count, check_kernel_size
+from kvpolicy.checks import check_count, check_kernel_size, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
 
@@ -70,8 +70,7 @@ class CrossLayerPropagation(TokenSelectivePropagation):
         super().__attrs_post_init__()
         if self.voting_layers is not None:
             check_count("voting_layers", self.voting_layers, minimum=1)
-        if not isinstance(self.standardize, bool):
-            raise TypeError(f"standardize must be a bool, got {self.standardize!r}")
+        check_kind("standardize", self.standardize, bool)
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {REDUCTIONS}, got {self.reduction!r}")
         check_kernel_size(self.kernel_size)

@@ -44,6 +44,7 @@ class RestartPropagation(RankingPropagation):
     """
 
     paper = "arXiv 2409.17422"
+    restarts = True  # the prefill runs again on the chosen tokens
 
     retention_rate: float | None = DefaultRate(0.1)
     filter_layer: int | None = attrs.field(default=None, kw_only=True)
@@ -58,11 +59,6 @@ class RestartPropagation(RankingPropagation):
         check_count("protect", self.protect)
         # A default rate that gave way to a number of tokens shall not show in the repr.
         object.__setattr__(self, "retention_rate", self.budget.rate)
-
-    @property
-    def restarts(self) -> bool:
-        """Always True: the prefill runs again on the chosen tokens."""
-        return True
 
     @property
     def protected_tail(self) -> int:

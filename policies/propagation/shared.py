@@ -34,19 +34,7 @@ class RankingPropagation(PropagationPolicy):
 
 
 def as_layers(layers: object) -> tuple[int, ...] | None:
-    """Convert layer indices to an ascending tuple; None, for the default layers, stays None.
-
-    Args:
-        layers: An iterable of layer indices, from 0, or None.
-
-    Raises:
-        TypeError: ``layers`` is no iterable of ints.
-        ValueError: ``layers`` is empty, an index is below 0, or an index is repeated.
-
-    Example:
-        >>> as_layers([7, 3])
-        (3, 7)
-    """
+    """Convert layer indices to an ascending tuple; None, for the default layers, stays None."""
     if layers is None:
         return None
     given = as_tuple("tsp_layers", "layer indices", layers)

@@ -29,21 +29,9 @@ class AccumulatedAttentionScorer(Scorer):
     """
 
     paper = "arXiv 2306.14048"
-
-    @property
-    def num_queries(self) -> None:
-        """Always None: the scorer reads all queries."""
-        return
-
-    @property
-    def state_size(self) -> int:
-        """Always 1: each key's attention sum, kept between evictions."""
-        return 1
-
-    @property
-    def accumulates(self) -> bool:
-        """Always True: the saliency is a sum over queries, computed block by block."""
-        return True
+    num_queries = None  # all
+    state_size = 1  # each key's attention sum, kept between evictions
+    accumulates = True  # the saliency is a sum over queries, computed block by block
 
     def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Add new queries' attention to each key's sum; return the sums as saliency and state."""

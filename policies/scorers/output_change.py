@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.checks import check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
@@ -48,8 +49,7 @@ class CAOTEScorer(WrappingScorer):
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        if not isinstance(self.fast, bool):
-            raise TypeError(f"fast must be a bool, got {self.fast!r}")
+        check_kind("fast", self.fast, bool)
 
     def _changed(self, saliency: Tensor, context: LayerContext) -> Tensor:
         weights = saliency.clamp(min=0)

@@ -30,11 +30,7 @@ class PeakAttentionScorer(Scorer):
     """
 
     paper = "arXiv 2505.23416"
-
-    @property
-    def num_queries(self) -> None:
-        """Always None: the scorer reads all queries."""
-        return
+    num_queries = None  # all
 
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""

@@ -107,10 +107,6 @@ class RedundancyScorer(Scorer):
 
         Computed in blocks of heads and keys, so that the whole matrix is never in memory. All
         blocks use the same memory, since allocating it costs more than the products.
-
-        Args:
-            sums: ``[heads, key_len]``, written to.
-            directions: ``[heads, key_len, head_dim]``.
         """
         heads, length = sums.shape
         # Keys of zeros, which resemble none, fill the last run.
@@ -133,10 +129,8 @@ class RedundancyScorer(Scorer):
     def _last_copies(self, cosines: Tensor) -> tuple[Tensor, Tensor]:
         """Return the index of the last key similar to each key, and their cosine; 0 and 0 if none.
 
-        Searches runs of keys by their highest cosine, then one run key by key.
-
-        Args:
-            cosines: ``[heads, count, key_len]``, a multiple of `RUN` of keys.
+        Searches runs of keys by their highest cosine, then one run key by key. The last axis of
+        ``cosines``, the keys, has a multiple of `RUN`.
         """
         runs = cosines.view(*cosines.shape[:-1], -1, RUN)
         # The maximum of places counted from 1, in float32, which is exact up to 2**24.

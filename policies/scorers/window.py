@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.attention import causal_attention_sums, group_mean
+from kvpolicy.attention import causal_attention_sums, group_mean, neighbour_mean
 from kvpolicy.checks import check_count, check_kernel_size, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
@@ -158,9 +158,7 @@ class WindowMeanPoolScorer(_PooledWindowScorer):
 
     def _pooled(self, attention: Tensor) -> Tensor:
         # Padding on the left has attention 0, like the zeros before a row without padding.
-        return torch.avg_pool1d(
-            attention, self.kernel_size, stride=1, padding=self.kernel_size // 2
-        )
+        return neighbour_mean(attention, self.kernel_size)
 
 
 @attrs.frozen

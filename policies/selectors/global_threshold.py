@@ -45,22 +45,14 @@ class GlobalThresholdSelector(BudgetedSelector):
     """
 
     paper = "arXiv 2505.23416"
+    decides_together = True  # one saliency threshold holds for all layers
+    unequal_heads = True  # each head keeps what lies above the threshold
 
     turns_apart: bool = attrs.field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         check_kind("turns_apart", self.turns_apart, bool)
-
-    @property
-    def decides_together(self) -> bool:
-        """Always True: one saliency threshold holds for all layers."""
-        return True
-
-    @property
-    def unequal_heads(self) -> bool:
-        """Always True: each head keeps what lies above the threshold."""
-        return True
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Choose tokens as if this layer were the model's only one."""

@@ -8,8 +8,7 @@ from torch import Tensor
 from kvpolicy.attention import group_mean
 from kvpolicy.budgets import Budget
 from kvpolicy.context import LayerContext
-from kvpolicy.host_counts import counts_under, held_counts, known_counts, protected_counts
-from kvpolicy.interfaces import KVSelector
+from kvpolicy.host_counts import counts_under, known_counts, protected_counts
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.budgeted import BudgetedSelector
 from kvpolicy.selection import head_budgets, select_between, select_top
@@ -32,16 +31,12 @@ class GQAGroupSelector(BudgetedSelector):
     """
 
     paper = "arXiv 2502.01068"
+    equal_counts = True  # all heads keep equally many tokens
 
     @property
     def budget(self) -> Budget:
         """The number or fraction of each batch row's tokens that are kept."""
         return self.mean_budget
-
-    @property
-    def equal_counts(self) -> bool:
-        """Always True: all heads keep equally many tokens."""
-        return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """Return how many tokens of each row the budget allows every head to keep."""
@@ -63,13 +58,8 @@ class GQAGroupSelector(BudgetedSelector):
         return select_top(scores, budgets, valid=valid, protected=protected)
 
     def _count_of_unpadded(self, context: LayerContext) -> int | None:
-        """Return every head's count if no slot is padding and slots show what is protected.
-
-        In a later turn, the first tokens of a context may be gone.
-        """
-        whole = not self.protect or held_counts(context) == context.seen_len
-        counts = known_counts(self, context) if context._unpadded and whole else None
-        own = type(self).protected is KVSelector.protected
-        if counts is None or not own or len(set(counts)) > 1:
+        """Return every head's count if no slot is padding and slots show what is protected."""
+        counts = known_counts(self, context) if self._protects_by_slot(context) else None
+        if counts is None or len(set(counts)) > 1:
             return None
         return counts[0] if self.protect + self.window_size <= counts[0] else None
