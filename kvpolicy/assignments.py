@@ -23,26 +23,14 @@ class PartOption:
 
     @staticmethod
     def parse(text: str, option: str) -> PartOption:
-        """Parse a policy part from the text ``"name"`` or ``"name:parameter=value,..."``.
-
-        Args:
-            text: The text.
-            option: Name of the option that the text belongs to, for messages.
-
-        Raises:
-            ValueError: See `parse_assignments`.
-        """
+        """Parse a policy part from the text ``"name"`` or ``"name:parameter=value,..."``."""
         name, colon, rest = text.partition(":")
         assignments = rest.split(",") if colon else []
         return PartOption(name.strip(), parse_assignments(assignments, option))
 
 
 def parse_assignments(assignments: Iterable[str], option: str) -> dict[str, Any]:
-    """Parse texts such as ``"window_size=16"`` into a dict of values by name.
-
-    Args:
-        assignments: The texts.
-        option: Name of the option that the texts belong to, for messages.
+    """Parse texts such as ``"window_size=16"``, given by a named option, into values by name.
 
     Raises:
         ValueError: A text is not a name and a value.

@@ -221,16 +221,11 @@ def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:
     return sum_of_heads(grouped) / (query_heads // kv_heads)
 
 
-def neighbour_mean(ranking: Tensor, kernel_size: int) -> Tensor:
-    """Average every token's ranking ``[batch, length]`` with those beside it; outside is 0.
-
-    Args:
-        ranking: float ``[batch, length]``.
-        kernel_size: Width, odd; 1 changes nothing.
-    """
+def neighbour_mean(scores: Tensor, kernel_size: int) -> Tensor:
+    """Average ``[..., length]`` over tokens and those beside them; outside is 0."""
     if kernel_size == 1:
-        return ranking
-    return torch.avg_pool1d(ranking, kernel_size, stride=1, padding=kernel_size // 2)
+        return scores
+    return torch.avg_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
 
 
 def standardized(saliency: Tensor, scored: Tensor) -> Tensor:

@@ -12,12 +12,7 @@ LARGEST = 2**63 - 1
 def check_count(
     name: str, value: object, *, minimum: int = 0, maximum: int | None = LARGEST
 ) -> int:
-    """Check that an argument is an int from ``minimum`` to ``maximum``, and return it.
-
-    Raises:
-        TypeError: ``value`` is not an int (bool does not count as one).
-        ValueError: ``value`` is below ``minimum`` or above ``maximum``.
-    """
+    """Check that an argument is an int, and no bool, from ``minimum`` to ``maximum``; return it."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
     if value < minimum:
@@ -28,26 +23,13 @@ def check_count(
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
-    """Raise TypeError unless an argument is an instance of the expected class.
-
-    Raises:
-        TypeError: ``value`` is not an instance of the class.
-    """
+    """Raise TypeError unless an argument is an instance of the expected class."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
 
 
 def as_tuple(name: str, items: str, value: Any) -> tuple[Any, ...]:
-    """Convert an argument to a tuple; raise TypeError, naming the argument, if it is not iterable.
-
-    Args:
-        name: The argument's name, for messages.
-        items: What the items are, for messages, such as ``"numbers"``.
-        value: The argument's value.
-
-    Raises:
-        TypeError: ``value`` is not iterable, as a number or a tensor without axes.
-    """
+    """Convert an argument to a tuple; TypeError if it is no iterable of ``items``, as "numbers"."""
     try:
         return tuple(value)
     except TypeError:
@@ -55,12 +37,7 @@ def as_tuple(name: str, items: str, value: Any) -> tuple[Any, ...]:
 
 
 def check_rate(name: str, value: object, *, zero: bool = False) -> float:
-    """Check that an argument is a fraction in (0, 1], or [0, 1] if ``zero`` is allowed; return it.
-
-    Raises:
-        TypeError: ``value`` is not a real number.
-        ValueError: ``value`` is outside the range, or not a number.
-    """
+    """Check that an argument is a fraction in (0, 1], or also 0 if ``zero``; return it."""
     allowed = "[0, 1]" if zero else "(0, 1]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
@@ -72,12 +49,7 @@ def check_rate(name: str, value: object, *, zero: bool = False) -> float:
 
 
 def check_amount(name: str, value: object) -> float:
-    """Check that an argument is a finite number of at least 0, and return it.
-
-    Raises:
-        TypeError: ``value`` is not a real number.
-        ValueError: ``value`` is below 0 or not finite.
-    """
+    """Check that an argument is a finite number of at least 0, and return it."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     if not 0.0 <= float(value) < float("inf"):
@@ -86,12 +58,7 @@ def check_amount(name: str, value: object) -> float:
 
 
 def check_kernel_size(value: object) -> int:
-    """Check that a pooling kernel size is an odd int of at least 1, and return it.
-
-    Raises:
-        TypeError: ``value`` is not an int.
-        ValueError: ``value`` is even or below 1.
-    """
+    """Check that a pooling kernel size is an odd int of at least 1, and return it."""
     size = check_count("kernel_size", value, minimum=1)
     if size % 2 == 0:
         raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from types import NoneType
 from typing import Any
 
 import attrs
@@ -19,6 +18,18 @@ from kvpolicy.layer_inputs import (
     AttentionSettings,
     DecodingInputs,
     LayerInputs,
+)
+
+# The class of each attribute, and whether it may be None.
+_KINDS: tuple[tuple[str, type, bool], ...] = (
+    *((name, Tensor, False) for name in ("_queries", "keys", "values", "positions", "new_valid")),
+    ("_kinds", Tensor, True),
+    ("_stored", tuple, True),
+    ("_held_len", tuple, True),
+    ("seen_len", tuple, False),
+    ("attention", AttentionSettings, False),
+    ("layer", LayerInputs, False),
+    ("decoding", DecodingInputs, False),
 )
 
 
@@ -184,40 +195,12 @@ class LayerContext:
             self.decoding.check((batch, kv_heads, key_len), query_len)
 
     def _check_types(self) -> None:
-        right = (
-            type(self.layer_idx) is type(self.num_layers) is int
-            and 0 <= self.layer_idx < self.num_layers
-            and isinstance(self.attention, AttentionSettings)
-            and isinstance(self.layer, LayerInputs)
-            and isinstance(self.decoding, DecodingInputs)
-            and isinstance(self._queries, Tensor)
-            and isinstance(self.keys, Tensor)
-            and isinstance(self.values, Tensor)
-            and isinstance(self.positions, Tensor)
-            and isinstance(self.new_valid, Tensor)
-            and (self._kinds is None or isinstance(self._kinds, Tensor))
-            and isinstance(self.seen_len, tuple)
-            and isinstance(self._stored, (tuple, NoneType))
-            and isinstance(self._held_len, (tuple, NoneType))
-        )
-        if not right:
-            self._refuse_types()
-
-    def _refuse_types(self) -> None:
-        """Raise TypeError or ValueError if a constructor argument has a wrong type or range."""
         check_count("num_layers", self.num_layers, minimum=1)
         check_count("layer_idx", self.layer_idx, maximum=self.num_layers - 1)
-        for name in ("_queries", "keys", "values", "positions", "new_valid"):
-            check_kind(name.lstrip("_"), getattr(self, name), Tensor)
-        if self._kinds is not None:
-            check_kind("kinds", self._kinds, Tensor)
-        for name in ("_stored", "_held_len"):
-            if getattr(self, name) is not None:
-                check_kind(name.lstrip("_"), getattr(self, name), tuple)
-        check_kind("seen_len", self.seen_len, tuple)
-        check_kind("attention", self.attention, AttentionSettings)
-        check_kind("layer", self.layer, LayerInputs)
-        check_kind("decoding", self.decoding, DecodingInputs)
+        for name, kind, optional in _KINDS:
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (optional and value is None):
+                check_kind(name.lstrip("_"), value, kind)
 
     def _shown(self, **changes: Any) -> LayerContext:
         """Return a copy that shows less, with some attributes replaced; their axes must still fit.
@@ -271,11 +254,7 @@ class LayerContext:
         )
 
     def _showing(self, num_queries: int | None) -> LayerContext:
-        """Return a copy with only the last ``num_queries`` queries; all of them if None.
-
-        Args:
-            num_queries: See `Scorer.num_queries`.
-        """
+        """Return a copy with only the last ``num_queries`` queries; all of them if None."""
         if num_queries is None or num_queries >= self.query_len:
             return self
         first, decoding = self.query_len - num_queries, self.decoding
@@ -288,13 +267,7 @@ class LayerContext:
     def _with_no_more(
         self, *, history_layers: int, rotary: bool, output_weight: bool
     ) -> LayerContext:
-        """Return a copy that keeps only the requested history, rotary embedding and output weights.
-
-        Args:
-            history_layers: See `Part.history_layers`.
-            rotary: See `Part.needs_rotary`.
-            output_weight: See `Part.needs_output_weight`.
-        """
+        """Return a copy that keeps only the requested history, rotary embedding and weights."""
         layer = self.layer
         if not layer.history and layer.rotary is None and layer.output_weight is None:
             return self

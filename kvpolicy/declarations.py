@@ -17,14 +17,9 @@ ABOUT = {
 
 
 def still_holds(part: Part, declaration: str, *methods: str) -> bool:
-    """True if no subclass overrides the methods that a base class's declared property describes.
+    """True if no subclass overrides the methods that a base class's declared property is about.
 
     A declaration that a class inherits may be false for a method that the class overrides.
-
-    Args:
-        part: A scorer, a selector or a propagation policy.
-        declaration: Name of the property or method that declares something.
-        methods: Names of the methods that the declaration is about.
     """
     kind: object = type(part)
     return _holds_in(kind, declaration, methods)
@@ -44,9 +39,6 @@ def is_tested(part: Part) -> bool:
     """True if a part, and every part in it, comes with this library.
 
     The library's tests check what its parts return, so that nobody has to check it at every layer.
-
-    Args:
-        part: A scorer, a selector or a propagation policy.
     """
     kind: Any = type(part)
     if not kind.__module__.startswith("kvpolicy."):
@@ -59,16 +51,6 @@ def is_tested(part: Part) -> bool:
 
 
 def declares(part: Part, declaration: str) -> bool:
-    """True if a declared property is True and no subclass overrides what it describes.
-
-    Args:
-        part: A scorer or a selector.
-        declaration: One of `ABOUT`.
-
-    Example:
-        >>> from kvpolicy.policies import AccumulatedAttentionScorer
-        >>> declares(AccumulatedAttentionScorer(), "accumulates")
-        True
-    """
+    """True if a property, one of `ABOUT`, is True and no subclass overrides what it is about."""
     declared: bool = getattr(part, declaration)
     return declared and still_holds(part, declaration, *ABOUT[declaration])

@@ -82,10 +82,9 @@ class DecodingEviction:
     @property
     def num_queries(self) -> int | None:
         """The number of latest queries an eviction reads: 0 for none, None for all new ones."""
-        needed = self.scorer is not None and (
-            self.selector.needs_saliency or self.scorer.state_size
-        )
-        return self.scorer.num_queries if needed and self.scorer is not None else 0
+        if self.scorer is None or not (self.selector.needs_saliency or self.scorer.state_size):
+            return 0
+        return self.scorer.num_queries
 
     @property
     def state_size(self) -> int:
@@ -156,11 +155,7 @@ class DecodingEviction:
 
 
 def check_tail(scorer: Scorer, part: KVSelector | PropagationPolicy) -> None:
-    """Check that a part always keeps the last tokens, to which the scorer gives no saliency.
-
-    Raises:
-        ValueError: The part protects fewer trailing tokens.
-    """
+    """Check that a part always keeps the last tokens, to which the scorer gives no saliency."""
     if part.protected_tail < scorer.unscored_tail:
         raise ValueError(
             f"window_size of {part} must be at least {scorer.unscored_tail}, the window that "

@@ -49,17 +49,7 @@ def kept_of_all(
 ) -> list[Tensor]:
     """Return the tokens that each layer keeps, chosen by a selector after all layers are scored.
 
-    Args:
-        selector: The policy's selector.
-        layers: The scored layers.
-        checks: Receives the conditions that are checked later.
-
-    Returns:
-        For each layer ``[batch, kv_heads, kept_len]``; one head if all heads share a choice.
-
-    Raises:
-        TypeError: The selector returns no list of a tensor for each layer.
-        ShapeError: The axes of one are not those of indices into the layer's keys.
+    They are ``[batch, kv_heads, kept_len]``, of one head if all heads share a choice.
     """
     if not selector.decides_together:
         return [kept_by(selector, each.saliency, each.context, checks)[0] for each in layers]
@@ -80,14 +70,7 @@ def kept_of_all(
 def check_later(scorer: Scorer | None, selector: KVSelector, rereading: Repetition | None) -> None:
     """Check that a policy's parts allow choosing tokens only after all layers are scored.
 
-    Args:
-        scorer: The policy's scorer.
-        selector: The policy's selector.
-        rereading: The policy's second reading.
-
-    Raises:
-        ValueError: The selector needs inputs that are gone when it chooses, or the scorer needs
-            inputs that a second reading does not have, or a second reading would score nothing.
+    Inputs that only a layer has while it is read are gone by then.
     """
     if selector.decides_together or rereading is not None:
         _check_asks(selector, f"that chooses after all layers were read: {selector}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector, PropagationPolicy
 from kvpolicy.repetition import Repetition
@@ -18,17 +16,7 @@ def check_gapless(
     """Check that a policy's parts work with ``gapless=True``, which renumbers kept tokens.
 
     The next token's rotary position is then the number of tokens held, which must be the same in
-    all layers.
-
-    Args:
-        selector: The policy's selector.
-        propagation: The policy's propagation policy.
-        decoding: The policy's bound for answers.
-        rereading: The policy's second reading.
-
-    Raises:
-        ValueError: Heads or layers may hold different numbers of tokens; or tokens are chosen at
-            another time than at the end of a prompt.
+    all layers, so tokens may be chosen at the end of a prompt only.
     """
     if not selector.equal_counts:
         raise ValueError(
@@ -55,21 +43,4 @@ def check_gapless(
         raise ValueError(
             "rereading must be None if gapless is True, since the second reading uses the "
             f"positions of the first one, got {rereading}"
-        )
-
-
-def check_acting(propagation: PropagationPolicy, acting: Sequence[int]) -> None:
-    """Raise ValueError if the propagation policy drops tokens, which ``gapless=True`` forbids.
-
-    Args:
-        propagation: The policy's propagation policy.
-        acting: Layers of the model after which it drops tokens.
-
-    Raises:
-        ValueError: Tokens are dropped, so that later layers would hold fewer than earlier ones.
-    """
-    if acting:
-        raise ValueError(
-            f"gapless must be False if tokens are dropped, as {propagation} does after layers "
-            f"{list(acting)}, since layers may then hold different numbers of tokens, got True"
         )

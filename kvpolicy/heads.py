@@ -95,16 +95,10 @@ class HeadShare(Heads, abc.ABC):
 
 
 def sum_of_heads(per_head: Tensor) -> Tensor:
-    """Sum a tensor over heads in a fixed order, so that equal tokens get equal rounding.
+    """Sum ``[..., heads, length]`` over heads in a fixed order, which rounds equal tokens alike.
 
     Tokens with equal values in all heads, such as neighbours after pooling, get equal sums. A sum
     along another axis than the innermost would add up some columns in a different order.
-
-    Args:
-        per_head: float ``[..., heads, length]``.
-
-    Returns:
-        ``[..., length]``.
     """
     if per_head.shape[-2] == 2:  # the sum of two is the same in every order
         return per_head.sum(dim=-2)

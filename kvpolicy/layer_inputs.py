@@ -34,12 +34,7 @@ class AttentionSettings:
         return scores.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def check(self, query_heads: int) -> None:
-        """Check that there are sinks for all query heads of a context.
-
-        Raises:
-            TypeError: ``sinks`` is no tensor.
-            ShapeError: It has other axes.
-        """
+        """Check that there are sinks for all query heads; TypeError or ShapeError if not."""
         if self.sinks is None:
             return
         check_kind("sinks", self.sinks, Tensor)
@@ -73,12 +68,7 @@ class LayerInputs:
     history: tuple[Tensor, ...] = ()
 
     def check(self, batch: int, query_heads: int, new_len: int, value_dim: int) -> None:
-        """Check that heads, weights and history fit a context of the given sizes.
-
-        Raises:
-            TypeError: One of them is of a wrong type.
-            ShapeError: One of them has other axes.
-        """
+        """Check that heads, weights and history fit a context; TypeError or ShapeError if not."""
         check_kind("heads", self.heads, Heads)
         check_kind("history", self.history, tuple)
         for each in self.history:
@@ -116,12 +106,7 @@ class DecodingInputs:
     query_positions: Tensor | None = None
 
     def check(self, keys: tuple[int, int, int], query_len: int) -> None:
-        """Check that a state and positions fit a context's ``[batch, kv_heads, key_len]`` keys.
-
-        Raises:
-            TypeError: One of them is no tensor.
-            ShapeError: One of them has other axes.
-        """
+        """Check that both fit the axes of the ``keys``; TypeError or ShapeError if not."""
         state, placed = self.state, self.query_positions
         if placed is not None:
             check_kind("query_positions", placed, Tensor)

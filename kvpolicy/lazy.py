@@ -17,13 +17,8 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Make the functions ``__getattr__`` and ``__dir__`` of a package with lazy public names.
 
-    Args:
-        package: The package's name.
-        modules: The public names by the module that defines them. These modules of the package
-            are attributes of it as well, as if it had imported them.
-
-    Returns:
-        Both functions.
+    The public names are given by the module that defines them. These modules of the package are
+    attributes of it as well, as if it had imported them.
     """
     defined = {name: module for module, names in modules.items() for name in names}
 

@@ -35,16 +35,7 @@ def _kind_declared(entry: EntryPoint) -> str:
 
 
 def name_of_known(name: str, kind: str, known: Collection[str]) -> str:
-    """Return the known name that a user means by a name, see `kvpolicy.registry.name_of`.
-
-    Args:
-        name: A name as a user writes it.
-        kind: The kind of what it names.
-        known: The names of that kind.
-
-    Raises:
-        TypeError: ``name`` is not a str.
-    """
+    """Return which known name a user means by a name, see `kvpolicy.registry.name_of`."""
     check_kind("name", name, str)
     plain = name.replace("-", "_")
     for written in (plain, f"{plain}_{kind}"):
@@ -63,10 +54,8 @@ def _letters(name: str) -> str:
 def said(name: str, known: Iterable[str], text: str | None = None) -> str:
     """Return an unknown name for an error message, with the known names that resemble it.
 
-    Args:
-        name: The name; ``-`` counts as ``_``, and case does not count.
-        known: The names that there are.
-        text: What is written for the name; None for the name itself.
+    In the comparison ``-`` counts as ``_``, and case does not count. If ``text`` is given, it is
+    written for the name.
 
     Example:
         >>> said("snapvk", ["fastkv", "snapkv"]), said("other", ["fastkv", "snapkv"])
@@ -86,12 +75,7 @@ def said(name: str, known: Iterable[str], text: str | None = None) -> str:
 def check_known(asked: Mapping[str, Iterable[str]], known: Mapping[str, Collection[str]]) -> None:
     """Check that all names are known, as `name_of_known` understands them.
 
-    Args:
-        asked: The names by kind.
-        known: All names of these kinds.
-
     Raises:
-        TypeError: A name is not a str.
         UnknownPolicyError: Names are unknown; tells all of them, for each the nearest known ones.
     """
     wrong = []
@@ -113,12 +97,6 @@ def check_declared(asked: Mapping[str, Iterable[str]]) -> None:
 
     Only the code of another package can say whether its entry is a policy or a part. So if another
     package has entries, nothing is checked here, and `kvpolicy.registry.check_names` does it later.
-
-    Args:
-        asked: The names by kind.
-
-    Raises:
-        UnknownPolicyError: See `check_known`.
     """
     found = list(entries())
     if all(_is_own(each) for each in found):

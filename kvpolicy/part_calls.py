@@ -63,17 +63,9 @@ def shown_to(part: Part, context: LayerContext) -> LayerContext:
 def saliency_of(
     scorer: Scorer, context: LayerContext, checks: DeferredChecks, *, tested: bool = False
 ) -> Tensor:
-    """Call a scorer on a layer with only the queries it reads, and check the returned saliency.
+    """Call a scorer on a layer with only the queries it reads; check what it returns if untested.
 
-    Args:
-        scorer: The scorer.
-        context: The layer.
-        checks: Collects the conditions to check later.
-        tested: Whether the saliency needs no check; see `is_tested`.
-
-    Raises:
-        TypeError: The saliency is no tensor of floats.
-        ShapeError: The axes are not those of a saliency.
+    What cannot be seen without waiting for the device is checked later, by ``checks``.
     """
     shown = context._showing(scorer.num_queries)
     if shown.decoding.state is not None:
@@ -85,12 +77,7 @@ def saliency_of(
 
 
 def updated(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -> tuple[Tensor, Tensor]:
-    """Call `Scorer.update` on a layer, and check the returned saliency and state.
-
-    Raises:
-        TypeError: The saliency is no tensor of floats, or the state no tensor.
-        ShapeError: Their axes are wrong.
-    """
+    """Call `Scorer.update` on a layer, and check the returned saliency and state."""
     saliency, state = scorer.update(shown_to(scorer, context._showing(scorer.num_queries)))
     _check_saliency(scorer, saliency, context, checks)
     wanted = (context.batch, context.kv_heads, context.key_len, scorer.state_size)
@@ -112,24 +99,7 @@ def kept_by(
     *,
     tested: bool = False,
 ) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Call a selector on a layer, and check the returned indices of kept tokens.
-
-    Args:
-        selector: The selector.
-        saliency: The layer's saliency, if the selector needs it.
-        context: The layer.
-        checks: Collects the conditions to check later.
-        tested: Whether the indices need no check; see `is_tested`.
-
-    Returns:
-        The indices; and, for each row, the number of tokens that every head keeps, or None if it is
-        not known without reading a tensor.
-
-    Raises:
-        TypeError: The selector returns no tensor.
-        ShapeError: The axes are not those of indices into the keys.
-        ValueError: The number of indices differs from `KVSelector.kept_counts`.
-    """
+    """Call a selector on a layer; return indices and `known_counts`, both checked if untested."""
     if context._stored is not None and (selector.needs_rotary or selector.needs_output_weight):
         raise UnsupportedModelError(
             f"{selector} must not rotate keys or read output weights if all heads share the "
@@ -181,19 +151,7 @@ def passed_on_by(
     *,
     tested: bool = False,
 ) -> Tensor | None:
-    """Call a propagation policy on a layer, and check the returned indices of tokens that go on.
-
-    Args:
-        propagation: The propagation policy.
-        saliency: The layer's saliency, if the propagation policy needs it.
-        context: The layer.
-        checks: Collects the conditions to check later.
-        tested: Whether the indices need no check; see `is_tested`.
-
-    Raises:
-        TypeError: The propagation policy returns neither a tensor nor None.
-        ShapeError: The axes are not those of indices into the new tokens.
-    """
+    """Call a propagation policy on a layer; return the indices that go on, checked if untested."""
     passed = propagation.propagate(saliency, shown_to(propagation, context))
     if passed is None or tested:
         return passed
@@ -237,22 +195,7 @@ def _check_saliency(
 def check_indices(
     part: object, indices: object, rows: tuple[int, ...], length: int, checks: DeferredChecks
 ) -> Tensor:
-    """Check token indices that a selector or propagation policy returned.
-
-    Args:
-        part: The part, for messages.
-        indices: What the part returned: int64 ``[*rows, count]``, ascending, -1 on the left only.
-        rows: The lengths of the leading axes.
-        length: The number of tokens; indices must be below it.
-        checks: Receives the conditions that are checked later.
-
-    Returns:
-        The same indices, not as a view of a larger tensor.
-
-    Raises:
-        TypeError: ``indices`` is no tensor.
-        ShapeError: The axes are different, or the dtype is not int64.
-    """
+    """Check a part's indices ``[*rows, count]`` into ``length`` tokens; return them contiguous."""
     if not isinstance(indices, Tensor):
         raise TypeError(f"{part} must return a tensor of indices, got {indices!r}")
     if tuple(indices.shape[:-1]) != rows or indices.dtype != torch.int64:

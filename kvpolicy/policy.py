@@ -17,7 +17,7 @@ from kvpolicy.decision import Decision
 from kvpolicy.declarations import is_tested
 from kvpolicy.decoding import DecodingEviction, check_tail
 from kvpolicy.deferred_selection import DeferredLayer, check_later, kept_of_all
-from kvpolicy.gapless import check_acting, check_gapless
+from kvpolicy.gapless import check_gapless
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 from kvpolicy.part_calls import DeferredChecks, kept_by, passed_on_by, saliency_of, updated
 from kvpolicy.precision import without_autocast
@@ -158,12 +158,8 @@ class CachePolicy:
         """
         scores = self.scorer is not None and self.rereading is None
         wanted = [self.scorer.num_queries] if scores and self.scorer is not None else []
-        if (
-            self.decoding is not None
-            and self.decoding.scorer is not None
-            and self.decoding.state_size
-        ):
-            wanted.append(self.decoding.scorer.num_queries)
+        if self._summing is not None:
+            wanted.append(self._summing.num_queries)
         counts = [count for count in wanted if count is not None]
         return None if len(counts) < len(wanted) else max(counts, default=0)
 
@@ -173,10 +169,7 @@ class CachePolicy:
 
         The scorer of the policy's `DecodingEviction` too, if it keeps a state from the prompt on.
         """
-        later = (
-            self.decoding.scorer if self.decoding is not None and self.decoding.state_size else None
-        )
-        found = (self.scorer, self.selector, self.propagation, later)
+        found = (self.scorer, self.selector, self.propagation, self._summing)
         return tuple(part for part in found if part is not None)
 
     @functools.cached_property
@@ -235,8 +228,11 @@ class CachePolicy:
                 f"rereading must be None if tokens are dropped, as {self.propagation} does, since "
                 f"a second reading needs the keys of all tokens, got {self.rereading}"
             )
-        if self.gapless:
-            check_acting(self.propagation, acting)
+        if self.gapless and acting:
+            raise ValueError(
+                f"gapless must be False if tokens are dropped, as {self.propagation} does after "
+                f"layers {acting}, since layers may then hold different numbers of tokens, got True"
+            )
         if self.propagation.restarts and len(acting) != 1:
             raise ValueError(
                 f"acting_layers of {self.propagation} must be exactly one, since it restarts the "
@@ -285,31 +281,27 @@ class CachePolicy:
                 their number differs from the selector's `KVSelector.kept_counts`; or the last token
                 is not passed on.
         """
-        if not isinstance(context, LayerContext):
-            check_kind("context", context, LayerContext)
+        check_kind("context", context, LayerContext)
         own = DeferredChecks() if checks is None else checks
-        propagates = not self._restarts and self._acts_at(context)
-        selects, passes = self._selects_by_saliency, self._passes_by_saliency
-        needed = selects or (propagates and passes) or remembered
+        propagates = not self.propagation.restarts and self._acts_at(context)
+        selects = self._selects_by_saliency
+        needed = selects or (propagates and self.propagation.needs_saliency) or remembered
         state = kept = undecided = counts = None
-        later = None if self.decoding is None else self.decoding.scorer
         # Autocast would round the scores to half precision, where many tokens tie.
         with without_autocast(context.keys.device):
-            if later is not None and later.state_size:
-                summed, state = updated(later, context, own)
-                saliency = summed if later == self.scorer else saliency
+            if self._summing is not None:
+                summed, state = updated(self._summing, context, own)
+                saliency = summed if self._summing == self.scorer else saliency
             if needed and saliency is None:
-                assert self.scorer is not None
-                tested = id(self.scorer) in self._tested
-                saliency = saliency_of(self.scorer, context, own, tested=tested)
+                saliency = self._saliency(context, own)
             if self.decides_later:
                 undecided = DeferredLayer.of(context, saliency if selects else None)
             else:
-                tested = id(self.selector) in self._tested
+                tested = self._is_tested(self.selector)
                 kept, counts = kept_by(self.selector, saliency, context, own, tested=tested)
             passed = None
             if propagates:
-                tested = id(self.propagation) in self._tested
+                tested = self._is_tested(self.propagation)
                 passed = passed_on_by(self.propagation, saliency, context, own, tested=tested)
         if checks is None:
             own.look()
@@ -395,12 +387,9 @@ class CachePolicy:
     def _is_tested(self, part: Part) -> bool:
         """True if the results of a part of this policy need no check; see `declarations.is_tested`.
 
-        Args:
-            part: The policy's scorer, selector or propagation policy.
+        Parts are frozen, so this is found out once and not at every layer.
         """
         return id(part) in self._tested
-
-    # Declarations of the parts, which are frozen: read once instead of at every layer.
 
     @functools.cached_property
     def _tested(self) -> frozenset[int]:
@@ -411,17 +400,15 @@ class CachePolicy:
     def _acting_layers(self) -> dict[int, frozenset[int]]:
         return {}  # keyed by the model's number of layers
 
-    @functools.cached_property
-    def _restarts(self) -> bool:
-        return self.propagation.restarts
-
-    @functools.cached_property
+    @property
     def _selects_by_saliency(self) -> bool:
         return self.selector.needs_saliency and self.rereading is None
 
     @functools.cached_property
-    def _passes_by_saliency(self) -> bool:
-        return self.propagation.needs_saliency
+    def _summing(self) -> Scorer | None:
+        """The scorer by which an answer's layers choose, if it keeps a state from the prompt on."""
+        scorer = None if self.decoding is None else self.decoding.scorer
+        return scorer if scorer is not None and scorer.state_size else None
 
     def prefill_compute_rate(self, num_layers: int, context_len: int | None = None) -> float:
         """Return prefill's compute as a fraction of a full prefill's, by tokens that layers read.

@@ -11,10 +11,6 @@ _AS_IS: AbstractContextManager[Any] = nullcontext()
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context without autocast, which would round scores so that many tokens tie.
-
-    Args:
-        device: Where the scores are computed.
-    """
+    """Return a context without autocast, which would round scores so that many tokens tie."""
     on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else _AS_IS

@@ -110,13 +110,6 @@ def name_of(name: str, kind: str = "policy") -> str:
     if only one name is meant, so that a class's name is understood. A name that is unknown is
     returned, for the error message.
 
-    Args:
-        name: A name.
-        kind: The kind of what it names.
-
-    Raises:
-        TypeError: ``name`` is not a str.
-
     Example:
         >>> name_of("key-norm", "scorer"), name_of("ExpectedAttention")
         ('key_norm_scorer', 'expected_attention')
@@ -125,26 +118,16 @@ def name_of(name: str, kind: str = "policy") -> str:
 
 
 def check_names(asked: Mapping[str, Iterable[str]]) -> None:
-    """Check that policies and parts are registered, under names that `name_of` accepts.
-
-    Args:
-        asked: The names by kind, such as ``{"policy": ["fastkv"], "scorer": ["last_query"]}``.
+    """Check that the names of each kind are registered, as `name_of` understands them.
 
     Raises:
-        TypeError: A name is not a str.
-        UnknownPolicyError: Nothing of its kind has a name; tells all such names, for each the
-            nearest that is known, and all that are known.
+        UnknownPolicyError: See `kvpolicy.names.check_known`.
     """
     check_known(asked, {kind: registered(kind) for kind in asked})
 
 
 def factory_of(name: str, kind: str = "policy") -> Callable[..., Part]:
-    """Look up a policy's or part's factory by its registered name, see `name_of`.
-
-    Raises:
-        TypeError: ``name`` is not a str.
-        UnknownPolicyError: Nothing of that kind has the name; lists the known names.
-    """
+    """Look up a policy's or part's factory by its name, see `name_of` and `check_names`."""
     check_names({kind: [name]})
     return registered(kind)[name_of(name, kind)]
 
@@ -152,9 +135,7 @@ def factory_of(name: str, kind: str = "policy") -> Callable[..., Part]:
 def parameters_of(factory: Callable[..., Any]) -> dict[str, Any]:
     """Return the keyword parameters of a policy's or part's factory, with their default values.
 
-    Returns:
-        The default of each parameter by name, `inspect.Parameter.empty` if it has none. Empty for a
-        factory whose signature cannot be read; ``*args`` and ``**kwargs`` are left out.
+    A default may be `inspect.Parameter.empty`. A signature that cannot be read has no parameters.
     """
     try:
         parameters = inspect.signature(factory).parameters.values()
@@ -186,10 +167,6 @@ def build(name: str, kind: str = "policy", **parameters: Any) -> Part:
 def build_policy(name: str, **parameters: Any) -> CachePolicy:
     """Build a policy by its registered name; parameters that are None count as not given.
 
-    Raises:
-        ValueError: No policy has the name, the policy takes no such parameter, or a value is out of
-            its range.
-
     Example:
         >>> build_policy("snapkv", retention_rate=0.2, tsp_rate=None).selector.budget
         Budget(rate=0.2, tokens=None)
@@ -213,16 +190,9 @@ def _check_parameters(what: str, given: Iterable[str], known: Mapping[str, Any])
 
 
 def compose(parts: Mapping[str, PartOption], shared: Mapping[str, Any]) -> CachePolicy:
-    """Build a policy from a registered scorer, selector and propagation policy.
+    """Build a policy from registered parts by kind; missing ones are SnapKV's.
 
-    Args:
-        parts: The parts by kind: ``"scorer"``, ``"selector"`` and ``"propagation"``. Missing ones
-            are SnapKV's.
-        shared: Further values by name, for every part that takes them.
-
-    Raises:
-        ValueError: A part is unknown, a part takes no such parameter, or a value is out of its
-            range.
+    Every part takes those of the ``shared`` values that it has parameters for.
 
     Example:
         >>> print(compose({"scorer": PartOption("last_query")}, {"retention_rate": 0.2}).selector)

@@ -54,16 +54,9 @@ def row_budgets(
 
 
 def ranks(saliency: Tensor, candidates: Tensor) -> Tensor:
-    """Rank the candidate tokens of each row by saliency, 0 for the highest.
+    """Rank the candidate tokens of each row by saliency, 0 for the highest, and then the others.
 
-    Among equals the earlier comes first. NaN counts as lowest.
-
-    Args:
-        saliency: float ``[..., length]``.
-        candidates: bool ``[..., length]``; other entries rank after all candidates.
-
-    Returns:
-        int64 ``[..., length]``.
+    Among equals the earlier comes first. NaN counts as lowest. All are ``[..., length]``.
 
     Example:
         >>> ranks(torch.tensor([0.1, 0.9, 0.9]), torch.tensor([True, True, True]))
@@ -122,16 +115,7 @@ def select_between(saliency: Tensor, count: int, *, first: int = 0, tail: int = 
     """Choose the first tokens, the last ones and the most salient others of unpadded rows.
 
     Chooses what `select_top` chooses if these are the protected tokens and all others are valid,
-    with fewer operations.
-
-    Args:
-        saliency: float ``[batch, heads, length]``, larger means keep.
-        count: Number of tokens to choose in every head, at least ``first + tail``.
-        first: Number of first tokens to keep.
-        tail: Number of last tokens to keep.
-
-    Returns:
-        int64 ``[batch, heads, count]``, ascending.
+    with fewer operations. The ``count`` of every head is at least ``first + tail``.
 
     Example:
         >>> select_between(torch.tensor([[[0.1, 0.9, 0.5, 0.9, 0.0]]]), 2, tail=1)
@@ -147,17 +131,9 @@ def select_between(saliency: Tensor, count: int, *, first: int = 0, tail: int = 
 
 
 def highest(saliency: Tensor, candidates: Tensor, counts: Sequence[int]) -> Tensor:
-    """Mark the most salient candidate tokens of every row; of equals the earlier, NaN last.
+    """Mark as many candidates of every row ``[length]`` as ``counts`` says, the most salient ones.
 
     Marks the same entries as ``ranks(...) < counts``, but faster for the rows of all layers.
-
-    Args:
-        saliency: float ``[batch, length]``.
-        candidates: bool ``[batch, length]``.
-        counts: For each row, how many to take, at most its candidates.
-
-    Returns:
-        bool ``[batch, length]``.
 
     Example:
         >>> highest(torch.tensor([[0.1, 0.9, 0.9]]), torch.tensor([[True, True, True]]), [1])
@@ -198,34 +174,15 @@ def compress(chosen: Tensor, length: int) -> Tensor:
 
 
 def gather_slots(tensor: Tensor, indices: Tensor, *, padded: bool = True) -> Tensor:
-    """Gather keys or values at cache slot indices; index -1 gives zeros.
-
-    Args:
-        tensor: ``[batch, heads, length, head_dim]``.
-        indices: int64 ``[batch, heads or 1, count]``; 1 if all heads use the same indices.
-        padded: Whether any index may be -1.
-
-    Returns:
-        ``[batch, heads, count, head_dim]``, a copy.
-    """
-    if not padded:
-        index = indices[..., None].expand(-1, tensor.shape[1], -1, tensor.shape[-1])
-        return tensor.gather(2, index)
-    index = indices.clamp(min=0)[..., None].expand(-1, tensor.shape[1], -1, tensor.shape[-1])
-    return tensor.gather(2, index).masked_fill_((indices < 0)[..., None], 0)
+    """Copy the keys or values at indices ``[batch, heads or 1, count]``; -1, if padded, gives 0."""
+    slots = indices.clamp(min=0) if padded else indices
+    index = slots[..., None].expand(-1, tensor.shape[1], -1, tensor.shape[-1])
+    gathered = tensor.gather(2, index)
+    return gathered.masked_fill_((indices < 0)[..., None], 0) if padded else gathered
 
 
 def gather_positions(positions: Tensor, indices: Tensor, *, padded: bool = True) -> Tensor:
-    """Gather entries of a tensor's last axis by index; index -1 gives -1.
-
-    Args:
-        positions: int64 ``[..., length]``.
-        indices: int64 ``[..., count]``.
-        padded: Whether any index may be -1.
-
-    Returns:
-        int64 ``[..., count]``.
-    """
+    """Gather entries of a tensor's last axis by index; index -1, if padded, gives -1."""
     if not padded:
         return positions.gather(-1, indices)
     return positions.gather(-1, indices.clamp(min=0)).masked_fill_(indices < 0, -1)

@@ -16,13 +16,8 @@ import attrs
 def brief(value: object, *, instead: Mapping[str, Any] | None = None) -> str:
     """Return a policy part's repr, without arguments at their defaults other than rates.
 
-    Args:
-        value: A part, or anything else.
-        instead: Values to show in place of some fields, by name.
-
-    Returns:
-        The short form. For an object of no attrs class its ``repr``, or the class's name if it
-        defines no ``repr``.
+    For an object of no attrs class it is its ``repr``, or the class's name if it defines none. The
+    values in ``instead`` are shown in place of those of some fields.
 
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector
@@ -51,11 +46,6 @@ def call(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> st
 
     Arguments called ``..._rate`` are shown at their defaults too, as they are what a part keeps. A
     rate of None is left out: the number of tokens that took its place is there.
-
-    Args:
-        name: Name of the called function or class.
-        given: Arguments by name.
-        defaults: Default values by name, of arguments that have one.
     """
     shown = (
         f"{key}={brief(value)}"

@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.checks import check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.testing.contract import (
@@ -16,9 +17,7 @@ from kvpolicy.testing.contract import (
     says_how_it_ranks,
     snapshot,
 )
-from kvpolicy.testing.counts import check_kept_counts
 from kvpolicy.testing.declared import (
-    check_component,
     check_propagation_declares,
     check_rates,
     check_scorer_declares,
@@ -27,7 +26,7 @@ from kvpolicy.testing.declared import (
     require,
 )
 from kvpolicy.testing.draws import Draws, run_examples
-from kvpolicy.testing.results import check_kept, check_scored
+from kvpolicy.testing.results import check_kept, check_kept_counts, check_scored
 from kvpolicy.testing.shares import (
     check_kept_in_shares,
     check_passed_in_shares,
@@ -53,7 +52,7 @@ def check_scorer(component: Scorer, *, shrink: bool = False) -> None:
         AssertionError: It breaks the contract; the message says how.
         ImportError: ``shrink`` is True, and hypothesis is not installed.
     """
-    check_component(component, Scorer)
+    check_kind("component", component, Scorer)
     check_scorer_declares(component)
 
     def run(_draws: Draws, context: LayerContext) -> None:
@@ -123,9 +122,9 @@ def check_selector(
         AssertionError: It breaks the contract; the message says how.
         ImportError: ``shrink`` is True, and hypothesis is not installed.
     """
-    check_component(component, KVSelector)
+    check_kind("component", component, KVSelector)
     if larger is not None:
-        check_component(larger, KVSelector)
+        check_kind("component", larger, KVSelector)
     check_selector_declares(component)
     for num_layers in (1, 8, 32, 33):
         rates = component.kept_rates(num_layers, context_len=1000)
@@ -221,7 +220,7 @@ def check_propagation(component: PropagationPolicy, *, shrink: bool = False) -> 
         AssertionError: It breaks the contract; the message says how.
         ImportError: ``shrink`` is True, and hypothesis is not installed.
     """
-    check_component(component, PropagationPolicy)
+    check_kind("component", component, PropagationPolicy)
     check_propagation_declares(component)
     for num_layers in (8, 32, 36):
         check_layers(component, num_layers)

@@ -48,17 +48,8 @@ def check_choice(
 ) -> None:
     """Check one row's and head's chosen indices ``[count]`` against its ``[length]`` tokens.
 
-    Args:
-        indices: int64, -1 on slots without a token.
-        valid: bool ``[length]``, the tokens to choose from.
-        protected: bool ``[length]``, the tokens that must be chosen whatever their saliency.
-        saliency: float ``[length]``; None if saliency does not decide.
-        budget: How many tokens to choose; None if it is not known.
-        seen_len: Tokens of the row's context so far.
-        exact: Whether exactly the budget must be chosen, or at least the budget.
-
-    Raises:
-        AssertionError: The choice is not right; the message says how.
+    A saliency of None does not decide, a budget of None is not known. Unless ``exact``, more than
+    the budget may be chosen.
     """
     require(indices.dtype == torch.int64, f"indices must be int64, got {indices.dtype}")
     all_indices: list[int] = indices.tolist()
@@ -116,16 +107,7 @@ def says_how_it_ranks(part: PropagationPolicy) -> bool:
 def check_protected(
     part: KVSelector | PropagationPolicy, protected: Tensor, positions: Tensor
 ) -> None:
-    """Check that a part's ``protected`` marks at least the first and last tokens it declares.
-
-    Args:
-        part: A selector or propagation policy.
-        protected: bool ``[length]``, of one row and head.
-        positions: int64 ``[length]``, -1 on padding.
-
-    Raises:
-        AssertionError: A token that it declares to protect is not among ``protected``.
-    """
+    """Check that one row's and head's ``protected`` marks the tokens that the part declares."""
     held = [index for index, position in enumerate(positions.tolist()) if position >= 0]
     tail = set(held[max(len(held) - part.protected_tail, 0) :])
     first = {index for index in held if int(positions[index]) < part.protected_first}

@@ -1,7 +1,7 @@
 """Checks the types of the properties that a part declares and of the values it returns.
 
 Part of `kvpolicy.testing`. A value of a wrong type may pass through a small test and fail deep
-inside a model, far from the line that returned it.
+inside a model, far from the line that returned it. All functions raise AssertionError.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvpolicy.budgets import Budget
-from kvpolicy.checks import check_kind
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 
 
@@ -23,51 +22,25 @@ def require(condition: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def check_component(component: object, kind: type) -> None:
-    """Check that an object is an instance of a policy part's class, not the class itself.
-
-    Raises:
-        TypeError: It is not.
-    """
-    check_kind("component", component, kind)
-
-
 def check_scorer_declares(scorer: Scorer) -> None:
-    """Check the types of the values of a scorer's properties.
-
-    Raises:
-        AssertionError: One is of a wrong type, or below 0.
-    """
+    """Check the types of the values of a scorer's properties."""
     if scorer.num_queries is not None:
         _require_count("num_queries", scorer.num_queries, "an int of at least 0, or None for all")
-    _require_count("unscored_tail", scorer.unscored_tail)
+    _require_counts(scorer, "unscored_tail", "state_size")
+    _require_flags(scorer, "accumulates")
     _check_asked(scorer)
-    _require_count("state_size", scorer.state_size)
-    _require_flag("accumulates", scorer.accumulates)
 
 
 def check_selector_declares(selector: KVSelector) -> None:
-    """Check the types of the values of a selector's properties.
-
-    Raises:
-        AssertionError: One is of a wrong type, or below 0.
-    """
+    """Check the types of the values of a selector's properties."""
     _check_shared(selector)
-    _require_flag("is_bounded", selector.is_bounded)
-    _require_flag("decides_together", selector.decides_together)
-    _require_flag("equal_counts", selector.equal_counts)
-    _require_flag("unequal_heads", selector.unequal_heads)
-    _require_flag("keeps_all", selector.keeps_all)
+    flags = ("is_bounded", "decides_together", "equal_counts", "unequal_heads", "keeps_all")
+    _require_flags(selector, *flags)
 
 
 def check_propagation_declares(propagation: PropagationPolicy) -> None:
-    """Check the types of the values of a propagation policy's properties.
-
-    Raises:
-        AssertionError: One is of a wrong type, or below 0.
-    """
-    _require_flag("restarts", propagation.restarts)
-    _require_flag("decides_by_content", propagation.decides_by_content)
+    """Check the types of the values of a propagation policy's properties."""
+    _require_flags(propagation, "restarts", "decides_by_content")
     _check_shared(propagation)
     require(
         propagation.budget is None or not propagation.decides_by_content,
@@ -77,11 +50,7 @@ def check_propagation_declares(propagation: PropagationPolicy) -> None:
 
 
 def check_acting_layers(acting: object, num_layers: int) -> None:
-    """Check that ``acting_layers`` is a frozenset of the model's layer indices.
-
-    Raises:
-        AssertionError: It is not.
-    """
+    """Check that ``acting_layers`` is a frozenset of the model's layer indices."""
     ints = isinstance(acting, frozenset) and all(_is_int(layer) for layer in acting)
     require(ints, f"acting_layers must return a frozenset of ints, got {acting!r}")
     assert isinstance(acting, frozenset)
@@ -92,11 +61,7 @@ def check_acting_layers(acting: object, num_layers: int) -> None:
 
 
 def check_placed(propagation: PropagationPolicy, num_layers: int) -> None:
-    """Check that ``placed`` returns a propagation policy, unchanged if every layer may drop tokens.
-
-    Raises:
-        AssertionError: It does not.
-    """
+    """Check that ``placed`` returns a propagation policy, unchanged if all layers may drop."""
     for eligible in (list(range(num_layers)), list(range(1, num_layers, 2))):
         placed: object = propagation.placed(num_layers, eligible)
         require(
@@ -110,17 +75,7 @@ def check_placed(propagation: PropagationPolicy, num_layers: int) -> None:
 
 
 def check_rates(name: str, rates: object, num_layers: int, *, zero: bool = False) -> None:
-    """Check that a policy's rates are a list of fractions, one for each model layer.
-
-    Args:
-        name: The method, for messages.
-        rates: What it returned.
-        num_layers: Layers of the model.
-        zero: Whether a layer may have 0, since it is not run.
-
-    Raises:
-        AssertionError: It is not.
-    """
+    """Check that a method's rates are fractions, one a layer; ``zero`` for layers not run."""
     numeric = isinstance(rates, list) and all(
         isinstance(rate, numbers.Real) and not isinstance(rate, bool) for rate in rates
     )
@@ -133,11 +88,7 @@ def check_rates(name: str, rates: object, num_layers: int, *, zero: bool = False
 
 
 def check_passes(propagation: PropagationPolicy, num_layers: int) -> None:
-    """Check that ``prefill_passes`` returns one list of rates, or two if the prefill restarts.
-
-    Raises:
-        AssertionError: It is not.
-    """
+    """Check that ``prefill_passes`` returns one list of rates, or two if the prefill restarts."""
     passes: object = propagation.prefill_passes(num_layers, context_len=1000)
     require(
         isinstance(passes, tuple), f"prefill_passes must return a tuple of lists, got {passes!r}"
@@ -158,17 +109,7 @@ def check_passes(propagation: PropagationPolicy, num_layers: int) -> None:
 
 
 def check_tensor(name: str, value: object, dtype: torch.dtype, shape: Sequence[int | None]) -> None:
-    """Check that a part's result is a tensor of the given dtype and shape.
-
-    Args:
-        name: What it is, for messages.
-        value: What was returned.
-        dtype: The dtype.
-        shape: Length of every axis; None where any will do.
-
-    Raises:
-        AssertionError: It is not.
-    """
+    """Check that a part returned a tensor of a dtype and a shape; None is any length."""
     require(isinstance(value, Tensor), f"{name} must be a tensor, got {value!r}")
     assert isinstance(value, Tensor)
     require(value.dtype == dtype, f"{name} must be {dtype}, got {value.dtype}")
@@ -183,16 +124,14 @@ def _check_asked(part: Part) -> None:
     inner: object = part.inner_parts
     parts = isinstance(inner, tuple) and all(isinstance(each, Part) for each in inner)
     require(parts, f"inner_parts must return a tuple of parts, got {inner!r}")
-    _require_count("history_layers", part.history_layers)
-    _require_flag("needs_rotary", part.needs_rotary)
-    _require_flag("needs_output_weight", part.needs_output_weight)
+    _require_counts(part, "history_layers")
+    _require_flags(part, "needs_rotary", "needs_output_weight")
 
 
 def _check_shared(part: KVSelector | PropagationPolicy) -> None:
     _check_asked(part)
-    _require_flag("needs_saliency", part.needs_saliency)
-    _require_count("protected_tail", part.protected_tail)
-    _require_count("protected_first", part.protected_first)
+    _require_flags(part, "needs_saliency")
+    _require_counts(part, "protected_tail", "protected_first")
     require(
         part.budget is None or isinstance(part.budget, Budget),
         f"budget must be a Budget, or None where no one number holds, got {part.budget!r}",
@@ -203,10 +142,17 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _require_count(name: str, value: object, wanted: str = "an int of at least 0") -> None:
+def _require_counts(part: Part, *names: str) -> None:
+    for name in names:
+        _require_count(name, getattr(part, name), "an int of at least 0")
+
+
+def _require_count(name: str, value: object, wanted: str) -> None:
     counts = _is_int(value) and isinstance(value, int) and value >= 0
     require(counts, f"{name} must be {wanted}, got {value!r}")
 
 
-def _require_flag(name: str, value: object) -> None:
-    require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")
+def _require_flags(part: Part, *names: str) -> None:
+    for name in names:
+        value: object = getattr(part, name)
+        require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")

@@ -5,9 +5,10 @@ Part of `kvpolicy.testing`.
 
 from __future__ import annotations
 
+import abc
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvpolicy.context import LayerContext
 
@@ -28,69 +29,54 @@ SERIES = 22
 MISSING = "{what} needs hypothesis, which draws the layers: pip install 'kvpolicy[test]'"
 
 
-class Draws(Protocol):
+class Draws(abc.ABC):
     """Base of what draws the values of an example."""
 
+    @abc.abstractmethod
+    def between(self, low: int, high: int) -> int:
+        """Draw any integer from ``low`` to ``high``, both included."""
+
     def integer(self, low: int, high: int) -> int:
-        """Draw an integer from ``low`` to ``high``, both included."""
+        """Draw an integer from ``low`` to ``high``; a class may prefer small ones."""
+        return self.between(low, high)
 
     def choice(self, options: Sequence[Choice]) -> Choice:
         """Draw one of several options."""
+        return options[self.between(0, len(options) - 1)]
 
     def seed(self) -> int:
         """Draw the seed of a random generator."""
+        return self.between(0, 2**31 - 1)
 
 
-class FixedDraws:
-    """Draws the same values in every run, by the example's number.
-
-    Args:
-        number: Which example, from 0.
-    """
+class FixedDraws(Draws):
+    """Draws the same values in every run, by the example's number, from 0."""
 
     def __init__(self, number: int) -> None:
         self._random = random.Random(f"{SERIES} example {number}")
         self._span = SPANS[number % len(SPANS)]
 
+    def between(self, low: int, high: int) -> int:
+        """Draw any integer from ``low`` to ``high``."""
+        return self._random.randint(low, high)
+
     def integer(self, low: int, high: int) -> int:
         """Draw an integer from ``low`` to ``high``, in early examples a small one."""
-        return self._random.randint(low, min(high, low + self._span))
-
-    def choice(self, options: Sequence[Choice]) -> Choice:
-        """Draw one of several options."""
-        return options[self._random.randrange(len(options))]
-
-    def seed(self) -> int:
-        """Draw the seed of a random generator."""
-        return self._random.randrange(2**31)
+        return self.between(low, min(high, low + self._span))
 
 
-class HypothesisDraws:
-    """Lets hypothesis draw the values, so that it can search and shrink.
+class HypothesisDraws(Draws):
+    """Lets hypothesis draw the values, by its ``draw``, so that it can search and shrink."""
 
-    Args:
-        draw: The function that draws from a strategy.
-    """
-
-    def __init__(self, draw: Callable[[st.SearchStrategy[Drawn]], Drawn]) -> None:
+    def __init__(self, draw: Callable[[st.SearchStrategy[int]], int]) -> None:
         from hypothesis import strategies
 
-        self._draw: Callable[..., object] = draw
-        self._strategies = strategies
+        self._draw = draw
+        self._integers = strategies.integers
 
-    def integer(self, low: int, high: int) -> int:
-        """Draw an integer from ``low`` to ``high``, both included."""
-        drawn = self._draw(self._strategies.integers(low, high))
-        assert isinstance(drawn, int)
-        return drawn
-
-    def choice(self, options: Sequence[Choice]) -> Choice:
-        """Draw one of several options."""
-        return options[self.integer(0, len(options) - 1)]
-
-    def seed(self) -> int:
-        """Draw the seed of a random generator."""
-        return self.integer(0, 2**31)
+    def between(self, low: int, high: int) -> int:
+        """Draw any integer from ``low`` to ``high``."""
+        return self._draw(self._integers(low, high))
 
 
 def has_hypothesis() -> bool:
@@ -103,15 +89,7 @@ def has_hypothesis() -> bool:
 
 
 def strategy_of(make: Callable[[Draws], Drawn], what: str) -> st.SearchStrategy[Drawn]:
-    """Return a hypothesis strategy for the results of a function that takes draws.
-
-    Args:
-        make: The function.
-        what: What needs hypothesis, for the message.
-
-    Raises:
-        ImportError: hypothesis is not installed.
-    """
+    """Return a hypothesis strategy for a function's results; ``what`` is for the ImportError."""
     if not has_hypothesis():
         raise ImportError(MISSING.format(what=what))
     from hypothesis import strategies
@@ -129,16 +107,9 @@ def run_examples(
     *,
     shrink: bool,
 ) -> None:
-    """Run a property test on the fixed examples, then on those that hypothesis draws.
+    """Run a test of drawn layers on the fixed examples, then on those that hypothesis draws.
 
-    Args:
-        test: The test, given what it may draw from and a layer.
-        make: Makes the layer.
-        shrink: Whether hypothesis looks for the smallest layer that fails, which may take a minute;
-            the fixed examples are then left out.
-
-    Raises:
-        ImportError: ``shrink`` is True, and hypothesis is not installed.
+    With ``shrink`` hypothesis looks for the smallest layer that fails, and nothing else is run.
     """
     installed = has_hypothesis()
     if shrink and not installed:

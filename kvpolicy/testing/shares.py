@@ -106,11 +106,7 @@ def check_scores_in_shares(
 ) -> None:
     """Check that a scorer gives the same saliency when each KV head is in its own process.
 
-    Args:
-        scorer: The scorer.
-        context: The whole layer.
-        saliency: What the scorer gives for it.
-        tolerance: Difference allowed, relative to the largest saliency or 1.
+    The difference may be ``tolerance`` times the largest saliency or 1.
     """
     shares = _shares_of(context)
     for share, found in zip(shares, _run(shares, scorer.score), strict=True):
@@ -132,14 +128,7 @@ def check_scores_in_shares(
 def check_kept_in_shares(
     selector: KVSelector, context: LayerContext, saliency: Tensor, kept: Tensor
 ) -> None:
-    """Check that a selector keeps the same tokens when each KV head is in its own process.
-
-    Args:
-        selector: The selector.
-        context: The whole layer.
-        saliency: ``[batch, kv_heads, key_len]`` of the whole layer.
-        kept: What the selector keeps of it.
-    """
+    """Check that a selector keeps the same tokens when each KV head is in its own process."""
     shares = _shares_of(context)
     found = _run(shares, lambda share: selector.select(_own(saliency, share), share))
     for index, (share, of_head) in enumerate(zip(shares, found, strict=True)):
@@ -159,10 +148,7 @@ def kept_in_shares(
 ) -> list[list[list[list[int]]]]:
     """Return the tokens kept when each KV head is in its own process, by head, layer and row.
 
-    Args:
-        selector: A selector that decides together.
-        contexts: The whole layers, of as many heads each.
-        saliencies: ``[batch, kv_heads, key_len]`` of each whole layer.
+    The selector decides together, and all layers have as many heads.
     """
     shares = [_shares_of(context) for context in contexts]
     own = [
@@ -191,14 +177,7 @@ def kept_in_shares(
 def check_passed_in_shares(
     propagation: PropagationPolicy, context: LayerContext, saliency: Tensor, passed: Tensor | None
 ) -> None:
-    """Check that the same tokens go on when each KV head is in its own process.
-
-    Args:
-        propagation: The propagation policy.
-        context: The whole layer.
-        saliency: ``[batch, kv_heads, key_len]`` of the whole layer.
-        passed: What the policy passes on of it.
-    """
+    """Check that the same tokens go on when each KV head is in its own process."""
     shares = _shares_of(context)
     found = _run(shares, lambda share: propagation.propagate(_own(saliency, share), share))
     for index, each in enumerate(found):

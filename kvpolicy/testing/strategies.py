@@ -47,12 +47,7 @@ def draw_context(
 
     In a later turn the KV heads of a row may hold different numbers of tokens. Some layers say of
     which kind their tokens are. Every axis has a prime length of its own where it can, so that
-    swapped axes do not pass.
-
-    Args:
-        draws: Draws the values.
-        num_queries: Trailing queries to show, as `Scorer.num_queries`.
-        part: What asks for history, a rotary embedding or output weights; None for nothing.
+    swapped axes do not pass. The arguments are those of `layer_contexts`.
     """
     batch = draws.integer(1, 3)
     kv_heads, group, head_dim = draws.choice([(1, 3, 5), (2, 1, 5), (3, 2, 7)])
@@ -147,12 +142,7 @@ def saliencies(context: LayerContext) -> st.SearchStrategy[Tensor]:
 
 
 def draw_saliency(draws: Draws, context: LayerContext) -> Tensor:
-    """Draw a layer's saliency ``[batch, kv_heads, key_len]``; some have ties.
-
-    Args:
-        draws: Draws the values.
-        context: The layer.
-    """
+    """Draw a layer's saliency ``[batch, kv_heads, key_len]``; some have ties."""
     shape = (context.batch, context.kv_heads, context.key_len)
     generator = torch.Generator().manual_seed(draws.seed())
     levels = draws.choice([1, 2, 5, 1 << 20])

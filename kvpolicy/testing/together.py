@@ -21,11 +21,7 @@ from kvpolicy.testing.strategies import draw_saliency, row_alone
 
 
 def check_alone(component: KVSelector, context: LayerContext, saliency: Tensor) -> None:
-    """Check that ``select_together`` raises TypeError for a selector that chooses layer by layer.
-
-    Raises:
-        AssertionError: It does not.
-    """
+    """Check that ``select_together`` raises TypeError for a selector that chooses by layer."""
     try:
         component.select_together([saliency], [context])
     except TypeError:
@@ -65,16 +61,9 @@ def _draw_layers(draws: Draws, context: LayerContext) -> list[tuple[Tensor, Laye
 def check_together(
     component: KVSelector, larger: KVSelector | None, context: LayerContext, draws: Draws
 ) -> None:
-    """Run property tests of a selector that chooses tokens for all layers at once.
+    """Run property tests of a selector that chooses for all layers, which are made from one.
 
-    Args:
-        component: The selector.
-        larger: The same selector with a larger budget; None to leave that check out.
-        context: A layer, from which more layers are made.
-        draws: Draws the other layers.
-
-    Raises:
-        AssertionError: It breaks the contract; the message says how.
+    ``larger`` is the same selector with a larger budget; None leaves that check out.
     """
     drawn = _draw_layers(draws, context)
     scores, contexts = [each for each, _ in drawn], [each for _, each in drawn]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.interfaces import KVSelector
@@ -37,15 +35,9 @@ class AdaKV(WindowEvictionMethod):
     Inference (arXiv 2407.11550).
     """
 
-    paper: ClassVar[str] = "arXiv 2407.11550"
+    paper = "arXiv 2407.11550"
 
     floor: float = attrs.field(default=0.2, kw_only=True)
 
     def _selector(self) -> KVSelector:
-        return AdaptiveHeadSelector(
-            self.retention_rate,
-            window_size=self.window_size,
-            retention_tokens=self.retention_tokens,
-            floor=self.floor,
-            protect=self.protect,
-        )
+        return self._budgeted(AdaptiveHeadSelector, floor=self.floor)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.interfaces import Scorer
@@ -35,7 +33,7 @@ class ChunkKV(EvictionMethod):
     cut; its reuse of a layer's choice in the next layers is left out.
     """
 
-    paper: ClassVar[str] = "arXiv 2502.00299"
+    paper = "arXiv 2502.00299"
 
     kernel_size: int = attrs.field(default=7, kw_only=True)
     chunk_size: int = attrs.field(default=10, kw_only=True)

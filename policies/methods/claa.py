@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.budgets import DefaultRate
@@ -56,7 +54,7 @@ class CLAA(Method):
     change the order.
     """
 
-    paper: ClassVar[str] = "arXiv 2602.16054"
+    paper = "arXiv 2602.16054"
 
     retention_rate: float | None = DefaultRate(0.1)
     tsp_layer: int | None = attrs.field(default=None, kw_only=True)

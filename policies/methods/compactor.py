@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.checks import check_amount, check_count, check_rate
-from kvpolicy.interfaces import KVSelector, Scorer
+from kvpolicy.interfaces import Scorer
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.eviction import EvictionMethod
 from kvpolicy.policies.scorers.chunk_attention import ChunkAttentionScorer
 from kvpolicy.policies.scorers.sketched_leverage import LeverageScorer
-from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.scorer import SumScorer
 
 
@@ -43,7 +40,7 @@ class Compactor(EvictionMethod):
     each context, by a rule that we could not find; the default is kvpress's.
     """
 
-    paper: ClassVar[str] = "arXiv 2507.08143"
+    paper = "arXiv 2507.08143"
 
     window_size: int = attrs.field(default=4, kw_only=True)
     num_sinks: int = attrs.field(default=8, kw_only=True)
@@ -73,10 +70,6 @@ class Compactor(EvictionMethod):
             return 0.35
         return 1 - check_rate("retention_rate", self.retention_rate)
 
-    def _selector(self) -> KVSelector:
-        return GQAGroupSelector(
-            self.retention_rate,
-            window_size=self.window_size,
-            retention_tokens=self.retention_tokens,
-            protect=max(check_count("protect", self.protect), self.num_sinks),
-        )
+    @property
+    def _first(self) -> int:
+        return max(check_count("protect", self.protect), self.num_sinks)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.interfaces import KVSelector
@@ -34,7 +32,7 @@ class CriticalKV(WindowEvictionMethod):
     top of Ada-KV it is ``CriticalSelector(AdaptiveHeadSelector())``.
     """
 
-    paper: ClassVar[str] = "arXiv 2502.03805"
+    paper = "arXiv 2502.03805"
 
     first_share: float = attrs.field(default=0.5, kw_only=True)
     epsilon: float = attrs.field(default=1e-4, kw_only=True)

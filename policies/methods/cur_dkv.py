@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.interfaces import Scorer
@@ -30,7 +28,7 @@ class CurDKV(EvictionMethod):
     Source: CurDKV (arXiv 2509.15038), as kvpress approximates it: by shares of squared norms.
     """
 
-    paper: ClassVar[str] = "arXiv 2509.15038"
+    paper = "arXiv 2509.15038"
 
     num_sinks: int = attrs.field(default=4, kw_only=True)
     local_size: int = attrs.field(default=16, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import attrs
 
@@ -12,6 +13,7 @@ from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.pass_all import PassAllPropagation
 from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
+from kvpolicy.policies.selectors.budgeted import BudgetedSelector
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 
 
@@ -47,12 +49,22 @@ class EvictionMethod(Method):
 
     def _selector(self) -> KVSelector:
         """Make the selector, which keeps equally many tokens in every layer and KV head."""
-        return GQAGroupSelector(
+        return self._budgeted(GQAGroupSelector)
+
+    def _budgeted(self, kind: type[BudgetedSelector], **more: Any) -> KVSelector:
+        """Make a selector of the method's budget, of the given class."""
+        return kind(
             self.retention_rate,
             window_size=self.window_size,
             retention_tokens=self.retention_tokens,
-            protect=self.protect,
+            protect=self._first,
+            **more,
         )
+
+    @property
+    def _first(self) -> int:
+        """The number of first tokens that are always kept."""
+        return self.protect
 
     def _parts(self) -> Parts:
         """Make the scorer, the selector and a propagation policy that drops nothing."""

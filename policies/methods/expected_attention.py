@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.checks import check_count
-from kvpolicy.interfaces import KVSelector, Scorer
+from kvpolicy.interfaces import Scorer
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.eviction import EvictionMethod
 from kvpolicy.policies.scorers.expected import ExpectedAttentionScorer
-from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 
 
 @documented
@@ -42,7 +39,7 @@ class ExpectedAttention(EvictionMethod):
     PassAllPropagation())``.
     """
 
-    paper: ClassVar[str] = "arXiv 2510.00636"
+    paper = "arXiv 2510.00636"
 
     num_sinks: int = attrs.field(default=4, kw_only=True)
     future_len: int = attrs.field(default=512, kw_only=True)
@@ -53,10 +50,6 @@ class ExpectedAttention(EvictionMethod):
             num_sinks=self.num_sinks, future_len=self.future_len, epsilon=self.epsilon
         )
 
-    def _selector(self) -> KVSelector:
-        return GQAGroupSelector(
-            self.retention_rate,
-            window_size=self.window_size,
-            retention_tokens=self.retention_tokens,
-            protect=max(check_count("protect", self.protect), self.num_sinks),
-        )
+    @property
+    def _first(self) -> int:
+        return max(check_count("protect", self.protect), self.num_sinks)

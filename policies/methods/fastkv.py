@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.budgets import DefaultRate
@@ -47,7 +45,7 @@ class FastKV(Method):
     Acceleration (arXiv 2502.01068).
     """
 
-    paper: ClassVar[str] = "arXiv 2502.01068"
+    paper = "arXiv 2502.01068"
 
     retention_rate: float | None = DefaultRate(0.1)
     tsp_layer: int | None = attrs.field(default=None, kw_only=True)

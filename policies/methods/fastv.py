@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.policies.documentation import documented
@@ -37,7 +35,7 @@ class FastV(Method):
     ``CachePolicy(LastQueryScorer(), KeepAllSelector(), VisualTokenPropagation())`` is the code's.
     """
 
-    paper: ClassVar[str] = "arXiv 2403.06764"
+    paper = "arXiv 2403.06764"
 
     tsp_layer: int = attrs.field(default=1, kw_only=True)
     tsp_rate: float = attrs.field(default=0.5, kw_only=True)

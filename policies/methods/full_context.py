@@ -11,7 +11,6 @@ from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 
 
 @documented
-@documented
 @attrs.frozen
 class FullContext(Method):
     """Keeps everything and drops nothing: the baseline of every comparison.

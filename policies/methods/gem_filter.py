@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.budgets import DefaultRate
@@ -41,7 +39,7 @@ class GemFilter(Method):
     Token Reduction (arXiv 2409.17422). Here the last prompt token is always among the chosen.
     """
 
-    paper: ClassVar[str] = "arXiv 2409.17422"
+    paper = "arXiv 2409.17422"
 
     retention_rate: float | None = DefaultRate(0.1)
     filter_layer: int | None = attrs.field(default=None, kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.interfaces import Scorer
@@ -32,7 +30,7 @@ class H2O(EvictionMethod):
     they hold at least what a choice at every step would.
     """
 
-    paper: ClassVar[str] = "arXiv 2306.14048"
+    paper = "arXiv 2306.14048"
 
     def _scorer(self) -> Scorer:
         return AccumulatedAttentionScorer()

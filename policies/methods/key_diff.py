@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.interfaces import Scorer
@@ -25,7 +23,7 @@ class KeyDiff(EvictionMethod):
     block by block while the prompt is read; here the prompt is cut once.
     """
 
-    paper: ClassVar[str] = "arXiv 2504.15364"
+    paper = "arXiv 2504.15364"
 
     def _scorer(self) -> Scorer:
         return KeyDiffScorer()

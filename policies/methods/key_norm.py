@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.interfaces import Scorer
@@ -25,7 +23,7 @@ class KeyNorm(EvictionMethod):
     (arXiv 2406.11430). The window is ours, as in the other methods, for the sake of comparison.
     """
 
-    paper: ClassVar[str] = "arXiv 2406.11430"
+    paper = "arXiv 2406.11430"
 
     def _scorer(self) -> Scorer:
         return KeyNormScorer()

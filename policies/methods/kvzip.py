@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 import attrs
 
@@ -66,7 +65,7 @@ class KVzip(Method):
     never evicts; here they are part of the prompt.
     """
 
-    paper: ClassVar[str] = "arXiv 2505.23416"
+    paper = "arXiv 2505.23416"
 
     retention_rate: float | None = DefaultRate(0.3)
     chunk_size: int = attrs.field(default=2048, kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.interfaces import Scorer
@@ -34,7 +32,7 @@ class LagKV(EvictionMethod):
     exceed the first tokens and the last run, only tokens of these are kept.
     """
 
-    paper: ClassVar[str] = "arXiv 2504.04704"
+    paper = "arXiv 2504.04704"
 
     num_sinks: int = attrs.field(default=4, kw_only=True)
     lag_size: int = attrs.field(default=128, kw_only=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.checks import check_rate
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.method import Method, Parts
-from kvpolicy.policies.propagation.layers import as_layers
+from kvpolicy.policies.propagation.shared import as_layers
 from kvpolicy.policies.propagation.staged import StagedPropagation
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
 from kvpolicy.policies.scorers.last_query import LastQueryScorer
@@ -44,7 +42,7 @@ class LazyLLM(Method):
     powers of ``tsp_rate`` that refer to the whole context, rounded down once.
     """
 
-    paper: ClassVar[str] = "arXiv 2407.14057"
+    paper = "arXiv 2407.14057"
 
     tsp_rate: float = attrs.field(default=0.7, kw_only=True)
     tsp_layers: tuple[int, ...] | None = attrs.field(

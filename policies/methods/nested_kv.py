@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.checks import check_count
@@ -43,7 +41,7 @@ class NestedKV(EvictionMethod):
     2605.26678), whose numbers are the defaults here.
     """
 
-    paper: ClassVar[str] = "arXiv 2605.26678"
+    paper = "arXiv 2605.26678"
 
     window_size: int = attrs.field(default=0, kw_only=True)
     num_sinks: int = attrs.field(default=4, kw_only=True)
@@ -55,11 +53,8 @@ class NestedKV(EvictionMethod):
         return KeyAnomalyScorer(local_size=self.local_size, block_size=self.block_size)
 
     def _selector(self) -> KVSelector:
-        first = max(check_count("protect", self.protect), check_count("num_sinks", self.num_sinks))
-        return AdaptiveHeadSelector(
-            self.retention_rate,
-            window_size=self.window_size,
-            retention_tokens=self.retention_tokens,
-            floor=self.floor,
-            protect=first,
-        )
+        return self._budgeted(AdaptiveHeadSelector, floor=self.floor)
+
+    @property
+    def _first(self) -> int:
+        return max(check_count("protect", self.protect), check_count("num_sinks", self.num_sinks))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.budgets import DefaultRate
@@ -47,7 +45,7 @@ class PromptDistill(Method):
     tokens too, and every published command does so; here each layer keeps all tokens that reach it.
     """
 
-    paper: ClassVar[str] = "arXiv 2503.23274"
+    paper = "arXiv 2503.23274"
 
     tsp_layer: int | None = attrs.field(default=None, kw_only=True)
     tsp_rate: float | None = attrs.field(default=DefaultRate(0.1), kw_only=True)

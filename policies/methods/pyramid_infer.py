@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.checks import check_count
@@ -37,7 +35,7 @@ class PyramidInfer(Method):
     Llama 3 has 0.9 for ``decay_ratio``, and evicts while it generates.
     """
 
-    paper: ClassVar[str] = "arXiv 2405.12532"
+    paper = "arXiv 2405.12532"
 
     recent_rate: float = attrs.field(default=0.2, kw_only=True)
     decay_ratio: float = attrs.field(default=0.7, kw_only=True)

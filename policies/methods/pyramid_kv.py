@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.interfaces import KVSelector
@@ -38,15 +36,9 @@ class PyramidKV(WindowEvictionMethod):
     (arXiv 2406.02069). Its code selects and stores tokens per query head, this class per KV head.
     """
 
-    paper: ClassVar[str] = "arXiv 2406.02069"
+    paper = "arXiv 2406.02069"
 
     beta: int = attrs.field(default=20, kw_only=True)
 
     def _selector(self) -> KVSelector:
-        return PyramidSelector(
-            self.retention_rate,
-            window_size=self.window_size,
-            retention_tokens=self.retention_tokens,
-            beta=self.beta,
-            protect=self.protect,
-        )
+        return self._budgeted(PyramidSelector, beta=self.beta)

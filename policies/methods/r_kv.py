@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.interfaces import Scorer
@@ -34,7 +32,7 @@ class RKV(EvictionMethod):
     cut once it is read, as in its run script; its code for servers waits for 128 more tokens.
     """
 
-    paper: ClassVar[str] = "arXiv 2505.24133"
+    paper = "arXiv 2505.24133"
 
     kernel_size: int = attrs.field(default=7, kw_only=True)
     importance: float = attrs.field(default=0.1, kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import attrs
 
 from kvpolicy.budgets import DefaultRate
@@ -80,20 +78,15 @@ class ReplayKV(EvictionMethod):
         check_kind("head_uniform", self.head_uniform, bool)
         check_count("protect", self.protect)
         check_count("num_sinks", self.num_sinks)
-        # In a later turn, other queries judge what was held than the turn's own tokens.
-        apart = functools.partial(GlobalThresholdSelector, turns_apart=True)
-        kind = SameTokensSelector if self.head_uniform else apart
-        selector = kind(
-            self.retention_rate,
-            window_size=self.window_size,
-            retention_tokens=self.retention_tokens,
-            protect=self._first,
-        )
+        if self.head_uniform:
+            selector = self._budgeted(SameTokensSelector)
+        else:
+            # In a later turn, other queries judge what was held than the turn's own tokens.
+            selector = self._budgeted(GlobalThresholdSelector, turns_apart=True)
         return self._scorer(), selector, self._propagation()
 
     @property
     def _first(self) -> int:
-        """The number of first tokens that are always kept."""
         return max(self.protect, self.num_sinks)
 
     def _bounded_selector(self, tokens: int) -> KVSelector | None:

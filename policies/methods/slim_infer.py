@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.budgets import Budget, DefaultRate
@@ -55,7 +53,7 @@ class SlimInfer(Method):
     here, so that one block may be cut to its first tokens.
     """
 
-    paper: ClassVar[str] = "arXiv 2508.06447"
+    paper = "arXiv 2508.06447"
 
     tsp_rate: float | None = attrs.field(default=DefaultRate(0.1), kw_only=True)
     window_size: int = attrs.field(default=4, kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.policies.documentation import documented
@@ -30,4 +28,4 @@ class SnapKV(WindowEvictionMethod):
     Its code selects and stores tokens per query head; this class selects per KV head.
     """
 
-    paper: ClassVar[str] = "arXiv 2404.14469"
+    paper = "arXiv 2404.14469"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.budgets import DefaultRate
@@ -35,7 +33,7 @@ class StreamingLLM(Method):
     the oldest tokens except the sinks are dropped after every 128 new tokens.
     """
 
-    paper: ClassVar[str] = "arXiv 2309.17453"
+    paper = "arXiv 2309.17453"
 
     retention_rate: float | None = DefaultRate(0.1)
     num_sinks: int = attrs.field(default=4, kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.interfaces import Scorer
@@ -26,8 +24,8 @@ class TOVA(EvictionMethod):
     ``decoding`` one token is dropped at every step. The last token is always kept.
     """
 
-    paper: ClassVar[str] = "arXiv 2401.06104"
-    every: ClassVar[int] = 1
+    paper = "arXiv 2401.06104"
+    every = 1
 
     window_size: int = attrs.field(default=1, kw_only=True)
 

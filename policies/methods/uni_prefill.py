@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from kvpolicy.checks import check_count
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.block_mass import BlockMassPropagation
-from kvpolicy.policies.propagation.layers import as_layers
+from kvpolicy.policies.propagation.shared import as_layers
 from kvpolicy.policies.scorers.window import WindowAttentionScorer
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 
@@ -42,7 +40,7 @@ class UniPrefill(Method):
     and 41, for Qwen3-Next every fourth layer from 7 to 43.
     """
 
-    paper: ClassVar[str] = "arXiv 2605.06221"
+    paper = "arXiv 2605.06221"
 
     tsp_layers: tuple[int, ...] | None = attrs.field(
         default=None, converter=as_layers, kw_only=True

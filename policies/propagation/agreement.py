@@ -11,9 +11,10 @@ from torch import Tensor
 from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
+from kvpolicy.host_counts import on_device
 from kvpolicy.interfaces import PropagationPolicy, nearest_layer
-from kvpolicy.policies.propagation.layers import as_layers, within
-from kvpolicy.selection import compress, row_budgets, select_top
+from kvpolicy.policies.propagation.shared import as_layers, within
+from kvpolicy.selection import compress, ranks, row_budgets
 
 # Where layers are left open, the first and the last that may act.
 DEPTHS = (0.25, 0.5)
@@ -46,6 +47,9 @@ class AgreementPropagation(PropagationPolicy):
         [3, 4, 5, 6, 7]
     """
 
+    decides_by_content = True  # the prompt's content decides after which layer tokens are dropped
+    history_layers = 1  # that of the layer before
+
     tsp_rate: float | None = DefaultRate(0.2)
     window_size: int = attrs.field(default=8, kw_only=True)
     tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
@@ -72,16 +76,6 @@ class AgreementPropagation(PropagationPolicy):
         return self.window_size
 
     @property
-    def decides_by_content(self) -> bool:
-        """Always True: the prompt's content decides after which layer tokens are dropped."""
-        return True
-
-    @property
-    def history_layers(self) -> int:
-        """Always 1: the policy reads the saliency of one earlier layer."""
-        return 1
-
-    @property
     def _going_on(self) -> Budget:
         return Budget(self.tsp_rate, self.tsp_tokens, name="tsp")
 
@@ -90,7 +84,7 @@ class AgreementPropagation(PropagationPolicy):
         if self.tsp_layers is None:
             first, last = (max(int(num_layers * depth) - 1, 1) for depth in DEPTHS)
             return frozenset(range(first, last + 1)) & frozenset(range(num_layers))
-        return within(self.tsp_layers, num_layers, first=1)
+        return within("tsp_layers", self.tsp_layers, num_layers, first=1)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
         """Return a copy with unset ``tsp_layers`` set to allowed layers near the default."""
@@ -112,12 +106,11 @@ class AgreementPropagation(PropagationPolicy):
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
         """Choose the tokens that go on to the next layer; see `PropagationPolicy.propagate`."""
         assert saliency is not None
-        valid = context.new_valid[:, None]  # [batch, 1, new_len]
-        protected = self.protected(context)[:, None]
+        valid, protected = context.new_valid[:, None], self.protected(context)[:, None]
         budgets = row_budgets(self._going_on, context.seen_len, valid=valid, protected=protected)
-        if budgets == valid.sum(dim=-1).flatten().tolist():
+        if budgets == context.new_valid.sum(dim=1).tolist():
             return None
-        best = self._best(self.ranking(saliency, context), budgets, valid, protected)
+        best = self._best(self.ranking(saliency, context), budgets, context)
         goes = best | ~self._acts(best, budgets, context)[:, None] & context.new_valid
         counts = torch.stack([goes.sum(dim=1), context.new_valid.sum(dim=1)]).tolist()
         return None if counts[0] == counts[1] else compress(goes, max(counts[0]))
@@ -127,17 +120,15 @@ class AgreementPropagation(PropagationPolicy):
         last = context.layer_idx == max(self.acting_layers(context.num_layers))
         if last or not context.layer.history:
             return torch.full((context.batch,), last, device=best.device)
-        valid, protected = context.new_valid[:, None], self.protected(context)[:, None]
         before = context.layer.heads.mean(context.layer.history[-1])
-        earlier = self._best(before, budgets, valid, protected)
-        free = ~protected[:, 0]
+        earlier = self._best(before, budgets, context)
+        free = ~self.protected(context)
         same, chosen = (best & earlier & free).sum(dim=1), (best & free).sum(dim=1)
         return same >= self.agreement * chosen
 
-    @staticmethod
-    def _best(ranking: Tensor, budgets: Sequence[int], valid: Tensor, protected: Tensor) -> Tensor:
+    def _best(self, ranking: Tensor, budgets: Sequence[int], context: LayerContext) -> Tensor:
         """Mark the tokens of each batch row that go on if it drops any: ``[batch, new_len]``."""
-        chosen = select_top(ranking[:, None], budgets, valid=valid, protected=protected)[:, 0]
-        slots = torch.zeros(ranking.shape[0], ranking.shape[1] + 1, device=ranking.device)
-        slots.scatter_(1, torch.where(chosen < 0, ranking.shape[1], chosen), 1.0)
-        return slots[:, :-1] > 0
+        protected = self.protected(context)
+        candidates = context.new_valid & ~protected
+        free = on_device(budgets, ranking.device)[:, None] - protected.sum(dim=1, keepdim=True)
+        return protected | (candidates & (ranks(ranking, candidates) < free))

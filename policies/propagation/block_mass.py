@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import attrs
 import torch
@@ -13,7 +12,7 @@ from torch.nn.functional import pad
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy, nearest_layer
-from kvpolicy.policies.propagation.layers import as_layers, within
+from kvpolicy.policies.propagation.shared import as_layers, within
 from kvpolicy.selection import compress
 
 # Where layers are left open, they act at these shares of the model's depth.
@@ -55,7 +54,8 @@ class BlockMassPropagation(PropagationPolicy):
     drops that block, and keeps the first and last tokens in whole blocks.
     """
 
-    paper: ClassVar[str] = "arXiv 2605.06221"
+    paper = "arXiv 2605.06221"
+    decides_by_content = True  # the saliency decides how many tokens go on
 
     mass: float = 0.99
     tsp_layers: tuple[int, ...] | None = attrs.field(
@@ -82,16 +82,11 @@ class BlockMassPropagation(PropagationPolicy):
         """The number of the context's first tokens that always go on to later layers."""
         return self.protect
 
-    @property
-    def decides_by_content(self) -> bool:
-        """Always True: the saliency decides how many tokens go on."""
-        return True
-
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """Return the layers after which tokens are dropped; ValueError if outside the model."""
         if self.tsp_layers is None:
             return frozenset(max(int(num_layers * depth) - 1, 0) for depth in DEPTHS)
-        return within(self.tsp_layers, num_layers)
+        return within("tsp_layers", self.tsp_layers, num_layers)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
         """Return a copy with unset ``tsp_layers`` set to allowed layers near the default."""

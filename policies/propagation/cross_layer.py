@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import attrs
 import torch
 from torch import Tensor
 
 from kvpolicy.attention import group_mean, neighbour_mean, standardized
-from kvpolicy.checks import check_count, check_kernel_size
+from kvpolicy.checks import check_count, check_kernel_size, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
 
@@ -59,7 +59,7 @@ class CrossLayerPropagation(TokenSelectivePropagation):
     does not; which of the two the paper used is uncertain.
     """
 
-    paper: ClassVar[str] = "arXiv 2602.16054"
+    paper = "arXiv 2602.16054"
 
     voting_layers: int | None = attrs.field(default=4, kw_only=True)
     standardize: bool = attrs.field(default=True, kw_only=True)
@@ -70,8 +70,7 @@ class CrossLayerPropagation(TokenSelectivePropagation):
         super().__attrs_post_init__()
         if self.voting_layers is not None:
             check_count("voting_layers", self.voting_layers, minimum=1)
-        if not isinstance(self.standardize, bool):
-            raise TypeError(f"standardize must be a bool, got {self.standardize!r}")
+        check_kind("standardize", self.standardize, bool)
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {REDUCTIONS}, got {self.reduction!r}")
         check_kernel_size(self.kernel_size)

@@ -18,10 +18,7 @@ class PassAllPropagation(PropagationPolicy):
         [1.0, 1.0, 1.0]
     """
 
-    @property
-    def needs_saliency(self) -> bool:
-        """Always False: every token goes on, whatever its saliency."""
-        return False
+    needs_saliency = False  # every token goes on, whatever its saliency
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> None:
         """Return None: every token goes on."""

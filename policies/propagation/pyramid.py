@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import attrs
 import torch
@@ -11,13 +10,12 @@ from torch import Tensor
 
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
-from kvpolicy.interfaces import PropagationPolicy
+from kvpolicy.policies.propagation.shared import RankingPropagation
 from kvpolicy.policies.scorers.weighted_tail import tail_lens
-from kvpolicy.selection import select_top
 
 
 @attrs.frozen
-class PyramidPropagation(PropagationPolicy):
+class PyramidPropagation(RankingPropagation):
     """Drops a fraction of the older tokens after every layer; the newest tokens all go on.
 
     The tail, the last ``1 + int(N * recent_rate)`` tokens, and the first ``protect`` tokens
@@ -46,7 +44,7 @@ class PyramidPropagation(PropagationPolicy):
     Source: PyramidInfer (arXiv 2405.12532), with the settings of FastKV's comparison.
     """
 
-    paper: ClassVar[str] = "arXiv 2405.12532"
+    paper = "arXiv 2405.12532"
 
     recent_rate: float = attrs.field(default=0.2, kw_only=True)
     decay_ratio: float = attrs.field(default=0.7, kw_only=True)
@@ -92,22 +90,15 @@ class PyramidPropagation(PropagationPolicy):
         always = tail | (positions < self.protect)
         return (context.new_valid & always) | context.is_new_tail(self.window_size)
 
-    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Choose the tokens that go on to the next layer; see `PropagationPolicy.propagate`."""
-        assert saliency is not None
-        valid, protected = context.new_valid[:, None], self.protected(context)[:, None]
-        new_lens = context.new_valid.sum(dim=1).tolist()
-        fixed_lens = protected[:, 0].sum(dim=1).tolist()
-        budgets = [
+    def _counts(self, context: LayerContext, protected: Tensor) -> list[int]:
+        lens = torch.stack([context.new_valid.sum(dim=1), protected.sum(dim=1)])
+        new_lens, fixed_lens = lens.tolist()
+        return [
             max(self._passed(context, row, new, tail), fixed)
             for row, (new, tail, fixed) in enumerate(
                 zip(new_lens, tail_lens(context, self.recent_rate), fixed_lens, strict=True)
             )
         ]
-        if budgets == new_lens:
-            return None
-        new = self.ranking(saliency, context)
-        return select_top(new[:, None], budgets, valid=valid, protected=protected)[:, 0]
 
     def _passed(self, context: LayerContext, row: int, new_len: int, tail_len: int) -> int:
         seen = context.seen_len[row]

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import ClassVar
 
 import attrs
-from torch import Tensor
 
 from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count
-from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy, nearest_layer
-from kvpolicy.selection import row_budgets, select_top
+from kvpolicy.policies.propagation.shared import RankingPropagation, within
 
 
 @attrs.frozen
-class RestartPropagation(PropagationPolicy):
+class RestartPropagation(RankingPropagation):
     """Chooses the most salient tokens at one layer and runs the prefill again on only these.
 
     The first pass ends at the filter layer, of which it computes only queries, keys and values.
@@ -46,7 +43,8 @@ class RestartPropagation(PropagationPolicy):
     published code it may be left out, and the next token is then predicted from another.
     """
 
-    paper: ClassVar[str] = "arXiv 2409.17422"
+    paper = "arXiv 2409.17422"
+    restarts = True  # the prefill runs again on the chosen tokens
 
     retention_rate: float | None = DefaultRate(0.1)
     filter_layer: int | None = attrs.field(default=None, kw_only=True)
@@ -63,11 +61,6 @@ class RestartPropagation(PropagationPolicy):
         object.__setattr__(self, "retention_rate", self.budget.rate)
 
     @property
-    def restarts(self) -> bool:
-        """Always True: the prefill runs again on the chosen tokens."""
-        return True
-
-    @property
     def protected_tail(self) -> int:
         """The number of last tokens that score the others and are always chosen for the restart."""
         return self.window_size
@@ -81,12 +74,7 @@ class RestartPropagation(PropagationPolicy):
         """Return the layer that chooses the tokens; ValueError if outside the model."""
         if self.filter_layer is None:
             return frozenset({max(num_layers // 2 - 1, 0)})
-        if self.filter_layer >= num_layers:
-            raise ValueError(
-                f"filter_layer must be in [0, {num_layers - 1}] for a model of {num_layers} "
-                f"layers, got {self.filter_layer}"
-            )
-        return frozenset({self.filter_layer})
+        return within("filter_layer", self.filter_layer, num_layers)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
         """Return a copy with an unset ``filter_layer`` set to an allowed layer near the default."""
@@ -116,14 +104,3 @@ class RestartPropagation(PropagationPolicy):
         (layer,) = self.acting_layers(num_layers)
         first = [1.0 if index < layer else 0.0 for index in range(num_layers)]
         return first, self.layer_rates(num_layers, context_len)
-
-    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Choose the tokens of the second prefill; see `PropagationPolicy.propagate`."""
-        assert saliency is not None
-        valid = context.new_valid[:, None]  # [batch, 1, new_len]
-        protected = self.protected(context)[:, None]
-        budgets = row_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
-        if budgets == valid.sum(dim=-1).flatten().tolist():
-            return None
-        new = self.ranking(saliency, context)
-        return select_top(new[:, None], budgets, valid=valid, protected=protected)[:, 0]

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import ClassVar
 
 import attrs
-from torch import Tensor
 
 from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count, check_rate
-from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy, nearest_layer
-from kvpolicy.selection import row_budgets, select_top
+from kvpolicy.policies.propagation.shared import RankingPropagation, within
 
 
 @attrs.frozen
-class TokenSelectivePropagation(PropagationPolicy):
+class TokenSelectivePropagation(RankingPropagation):
     """Drops tokens after one layer, except the most salient and the last ones.
 
     The saliency is the mean over all query heads of the layer; tokens keep their original rotary
@@ -47,7 +44,7 @@ class TokenSelectivePropagation(PropagationPolicy):
     Source: FastKV (arXiv 2502.01068), section 3, token-selective propagation.
     """
 
-    paper: ClassVar[str] = "arXiv 2502.01068"
+    paper = "arXiv 2502.01068"
 
     tsp_rate: float | None = DefaultRate(0.2)
     tsp_layer: int | None = attrs.field(default=None, kw_only=True)
@@ -92,12 +89,7 @@ class TokenSelectivePropagation(PropagationPolicy):
         if self.tsp_layer is None:
             depth = 0.5 if self.tsp_depth is None else self.tsp_depth
             return frozenset({max(int(num_layers * depth) - 1, 0)})
-        if self.tsp_layer >= num_layers:
-            raise ValueError(
-                f"tsp_layer must be in [0, {num_layers - 1}] for a model of {num_layers} layers, "
-                f"got {self.tsp_layer}"
-            )
-        return frozenset({self.tsp_layer})
+        return within("tsp_layer", self.tsp_layer, num_layers)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
         """Return a copy whose drop layer, if unset, is the allowed layer nearest to the default."""
@@ -111,14 +103,3 @@ class TokenSelectivePropagation(PropagationPolicy):
         (layer,) = self.acting_layers(num_layers)
         rate = self.budget.fraction(context_len, protected=self.window_size + self.protect)
         return [1.0 if index <= layer else rate for index in range(num_layers)]
-
-    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Choose the tokens that go on to the next layer; see `PropagationPolicy.propagate`."""
-        assert saliency is not None
-        valid = context.new_valid[:, None]  # [batch, 1, new_len]
-        protected = self.protected(context)[:, None]
-        budgets = row_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
-        if budgets == valid.sum(dim=-1).flatten().tolist():
-            return None
-        new = self.ranking(saliency, context)
-        return select_top(new[:, None], budgets, valid=valid, protected=protected)[:, 0]

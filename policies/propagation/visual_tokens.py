@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 from torch import Tensor
 
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
-from kvpolicy.interfaces import PropagationPolicy
 from kvpolicy.kinds import VISUAL
-from kvpolicy.selection import select_top
+from kvpolicy.policies.propagation.shared import RankingPropagation, within
 
 
 @attrs.frozen
-class VisualTokenPropagation(PropagationPolicy):
+class VisualTokenPropagation(RankingPropagation):
     """Drops visual tokens after one layer, except the most salient; all text tokens go on.
 
     The saliency is the mean over all query heads of the layer; tokens keep their original rotary
@@ -40,7 +37,7 @@ class VisualTokenPropagation(PropagationPolicy):
     Source: FastV (arXiv 2403.06764), section 4; PyramidDrop (arXiv 2410.17247), section 3.
     """
 
-    paper: ClassVar[str] = "arXiv 2403.06764"
+    paper = "arXiv 2403.06764"
 
     tsp_rate: float = 0.5
     tsp_layer: int = attrs.field(default=1, kw_only=True)
@@ -63,35 +60,21 @@ class VisualTokenPropagation(PropagationPolicy):
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """Return the layer after which tokens are dropped; ValueError if it is not in the model."""
-        if self.tsp_layer >= num_layers:
-            raise ValueError(
-                f"tsp_layer must be in [0, {num_layers - 1}] for a model of {num_layers} layers, "
-                f"got {self.tsp_layer}"
-            )
-        return frozenset({self.tsp_layer})
+        return within("tsp_layer", self.tsp_layer, num_layers)
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """Return 1 for every layer, an upper bound: prompts differ in their visual tokens."""
         self.acting_layers(num_layers)
         return [1.0] * num_layers
 
-    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Choose the tokens that go on to the next layer; see `PropagationPolicy.propagate`."""
-        assert saliency is not None
+    def _counts(self, context: LayerContext, protected: Tensor) -> list[int]:
         visual = context.is_new_kind(*VISUAL)
-        protected = self.protected(context)
         counts = zip(
             visual.sum(dim=1).tolist(),
             (visual & protected).sum(dim=1).tolist(),
             context.new_valid.sum(dim=1).tolist(),
             strict=True,
         )
-        budgets = [
+        return [
             new - images + max(int(images * self.tsp_rate), fixed) for images, fixed, new in counts
         ]
-        if budgets == context.new_valid.sum(dim=1).tolist():
-            return None
-        new = self.ranking(saliency, context)
-        return select_top(
-            new[:, None], budgets, valid=context.new_valid[:, None], protected=protected[:, None]
-        )[:, 0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 from torch import Tensor
 
@@ -30,22 +28,10 @@ class AccumulatedAttentionScorer(Scorer):
     causally, so that earlier queries see the future; ours is causal throughout.
     """
 
-    paper: ClassVar[str] = "arXiv 2306.14048"
-
-    @property
-    def num_queries(self) -> None:
-        """Always None: the scorer reads all queries."""
-        return
-
-    @property
-    def state_size(self) -> int:
-        """Always 1: each key's attention sum, kept between evictions."""
-        return 1
-
-    @property
-    def accumulates(self) -> bool:
-        """Always True: the saliency is a sum over queries, computed block by block."""
-        return True
+    paper = "arXiv 2306.14048"
+    num_queries = None  # all
+    state_size = 1  # each key's attention sum, kept between evictions
+    accumulates = True  # the saliency is a sum over queries, computed block by block
 
     def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Add new queries' attention to each key's sum; return the sums as saliency and state."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
@@ -57,7 +55,7 @@ class KeyAnomalyScorer(Scorer):
     head that differ by less than 1e-5 are scaled to 0.
     """
 
-    paper: ClassVar[str] = "arXiv 2605.26678"
+    paper = "arXiv 2605.26678"
 
     local_size: int = attrs.field(default=64, kw_only=True)
     block_size: int | None = attrs.field(default=None, kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
@@ -40,7 +38,7 @@ class BlockProductScorer(Scorer):
     Source: SlimInfer (arXiv 2508.06447), as described by others; its code was not looked at.
     """
 
-    paper: ClassVar[str] = "arXiv 2508.06447"
+    paper = "arXiv 2508.06447"
 
     window_size: int = attrs.field(default=4, kw_only=True)
     chunk_size: int = attrs.field(default=8, kw_only=True)

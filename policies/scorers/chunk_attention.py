@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from kvpolicy.attention import group_mean, query_key_products, standardized
+from kvpolicy.attention import group_mean, neighbour_mean, query_key_products, standardized
 from kvpolicy.checks import check_count, check_kernel_size
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
@@ -45,7 +42,8 @@ class ChunkAttentionScorer(Scorer):
     over all rows and heads together, and padding counts as tokens.
     """
 
-    paper: ClassVar[str] = "arXiv 2507.08143"
+    paper = "arXiv 2507.08143"
+    num_queries = None  # all
 
     num_sinks: int = attrs.field(default=8, kw_only=True)
     window_size: int = attrs.field(default=4, kw_only=True)
@@ -59,11 +57,6 @@ class ChunkAttentionScorer(Scorer):
         check_kernel_size(self.kernel_size)
 
     @property
-    def num_queries(self) -> None:
-        """Always None: the scorer reads all queries."""
-        return
-
-    @property
     def unscored_tail(self) -> int:
         """The number of last tokens that get no saliency and are always kept."""
         return self.window_size
@@ -75,9 +68,7 @@ class ChunkAttentionScorer(Scorer):
         attention, asked = self._attention(context, scored)
         norms: Tensor = torch.linalg.vector_norm(context.values.float(), dim=-1)
         weighed = group_mean(attention, context.kv_heads) * norms.masked_fill(~asked, 0.0)
-        pooled = functional.avg_pool1d(
-            weighed, self.kernel_size, stride=1, padding=self.kernel_size // 2
-        )
+        pooled = neighbour_mean(weighed, self.kernel_size)
         return standardized(pooled, asked).masked_fill_(~asked, 0.0)
 
     def _attention(self, context: LayerContext, scored: Tensor) -> tuple[Tensor, Tensor]:

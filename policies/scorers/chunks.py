@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
@@ -43,7 +41,7 @@ class ChunkMeanScorer(WrappingScorer):
     all others, counts in the chunk in which the window begins.
     """
 
-    paper: ClassVar[str] = "arXiv 2502.00299"
+    paper = "arXiv 2502.00299"
 
     scorer: Scorer = attrs.field(default=WindowMaxPoolScorer())
     chunk_size: int = attrs.field(default=10, kw_only=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.checks import check_amount, check_count
+from kvpolicy.checks import check_amount, check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 from kvpolicy.rotary import RotaryEmbedding
@@ -51,7 +49,9 @@ class ExpectedAttentionScorer(Scorer):
     model are ignored.
     """
 
-    paper: ClassVar[str] = "arXiv 2510.00636"
+    paper = "arXiv 2510.00636"
+    num_queries = None  # all
+    needs_rotary = True  # it undoes the rotary embedding of queries
 
     num_sinks: int = attrs.field(default=4, kw_only=True)
     future_len: int = attrs.field(default=512, kw_only=True)
@@ -62,18 +62,7 @@ class ExpectedAttentionScorer(Scorer):
         check_count("num_sinks", self.num_sinks)
         check_count("future_len", self.future_len, minimum=1)
         check_amount("epsilon", self.epsilon)
-        if not isinstance(self.by_value, bool):
-            raise TypeError(f"by_value must be a bool, got {self.by_value!r}")
-
-    @property
-    def num_queries(self) -> None:
-        """Always None: the scorer reads all queries."""
-        return
-
-    @property
-    def needs_rotary(self) -> bool:
-        """Always True: the scorer undoes the rotary embedding of queries."""
-        return True
+        check_kind("by_value", self.by_value, bool)
 
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
@@ -105,16 +94,9 @@ class ExpectedAttentionScorer(Scorer):
 
 
 def mean_rotation(rotary: RotaryEmbedding, start: Tensor, count: int, head_dim: int) -> Tensor:
-    """Return the mean rotary rotation matrix over ``count`` positions from each row's ``start`` on.
+    """Return the mean rotation matrix over ``count`` positions from each row's ``start`` on.
 
-    Args:
-        rotary: The layer's rotary embedding.
-        start: The first position of each row, int64 ``[batch]``.
-        count: Number of positions, at least 1.
-        head_dim: Channels of a head.
-
-    Returns:
-        float32 ``[batch, head_dim, head_dim]``, to be multiplied from the right.
+    It is float32 ``[batch, head_dim, head_dim]``, to be multiplied from the right.
     """
     basis = torch.eye(head_dim, device=start.device)[None, :, None]
     total = torch.zeros(len(start), head_dim, head_dim, device=start.device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
@@ -27,7 +25,7 @@ class KeyNormScorer(Scorer):
     (arXiv 2406.11430). Every layer is treated alike here.
     """
 
-    paper: ClassVar[str] = "arXiv 2406.11430"
+    paper = "arXiv 2406.11430"
 
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
@@ -49,7 +47,7 @@ class KeyDiffScorer(Scorer):
     Source: KeyDiff: Key Similarity-Based KV Cache Eviction (arXiv 2504.15364).
     """
 
-    paper: ClassVar[str] = "arXiv 2504.15364"
+    paper = "arXiv 2504.15364"
 
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""

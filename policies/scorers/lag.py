@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
@@ -44,7 +42,7 @@ class LagKVScorer(Scorer):
     channel that is constant in the next run, 0 / 0 in kvpress, counts as 0.
     """
 
-    paper: ClassVar[str] = "arXiv 2504.04704"
+    paper = "arXiv 2504.04704"
 
     num_sinks: int = attrs.field(default=4, kw_only=True)
     lag_size: int = attrs.field(default=128, kw_only=True)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 from torch import Tensor
-from torch.nn import functional
 
-from kvpolicy.attention import causal_attention_sums, query_key_products
-from kvpolicy.checks import check_kernel_size
+from kvpolicy.attention import causal_attention_sums, neighbour_mean, query_key_products
+from kvpolicy.checks import check_kernel_size, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 
@@ -27,12 +24,8 @@ class LastQueryScorer(Scorer):
     Source: TOVA, Transformers are Multi-State RNNs (arXiv 2401.06104).
     """
 
-    paper: ClassVar[str] = "arXiv 2401.06104"
-
-    @property
-    def num_queries(self) -> int:
-        """Always 1: the scorer reads the last query only."""
-        return 1
+    paper = "arXiv 2401.06104"
+    num_queries = 1
 
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
@@ -63,20 +56,15 @@ class LastQueryProductScorer(Scorer):
     last token's own.
     """
 
-    paper: ClassVar[str] = "arXiv 2409.17422"
+    paper = "arXiv 2409.17422"
+    num_queries = 1
 
     kernel_size: int = attrs.field(default=5, kw_only=True)
     own: bool = attrs.field(default=True, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_kernel_size(self.kernel_size)
-        if not isinstance(self.own, bool):
-            raise TypeError(f"own must be a bool, got {self.own!r}")
-
-    @property
-    def num_queries(self) -> int:
-        """Always 1: the scorer reads the last query only."""
-        return 1
+        check_kind("own", self.own, bool)
 
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
@@ -86,6 +74,4 @@ class LastQueryProductScorer(Scorer):
         products.masked_fill_(~context.valid.repeat_interleave(group, dim=1), 0.0)
         if not self.own:
             products[..., -1] = 0.0
-        return functional.avg_pool1d(
-            products, self.kernel_size, stride=1, padding=self.kernel_size // 2
-        )
+        return neighbour_mean(products, self.kernel_size)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
@@ -39,7 +37,7 @@ class CURScorer(Scorer):
     without random projections. If all norms are 0, shares are 0, in place of 0 / 0.
     """
 
-    paper: ClassVar[str] = "arXiv 2509.15038"
+    paper = "arXiv 2509.15038"
 
     num_sinks: int = attrs.field(default=4, kw_only=True)
     local_size: int = attrs.field(default=16, kw_only=True)

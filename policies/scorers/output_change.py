@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.checks import check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
@@ -43,15 +42,14 @@ class CAOTEScorer(WrappingScorer):
     change is set to ``||v_j||_2``, and with ``fast`` ``1 - a`` is at least 1e-6.
     """
 
-    paper: ClassVar[str] = "arXiv 2504.14051"
+    paper = "arXiv 2504.14051"
 
     scorer: Scorer = attrs.field(default=WindowMaxPoolScorer())
     fast: bool = attrs.field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        if not isinstance(self.fast, bool):
-            raise TypeError(f"fast must be a bool, got {self.fast!r}")
+        check_kind("fast", self.fast, bool)
 
     def _changed(self, saliency: Tensor, context: LayerContext) -> Tensor:
         weights = saliency.clamp(min=0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 from torch import Tensor
 
@@ -31,12 +29,8 @@ class PeakAttentionScorer(Scorer):
     Source: KVzip (arXiv 2505.23416), section 3.
     """
 
-    paper: ClassVar[str] = "arXiv 2505.23416"
-
-    @property
-    def num_queries(self) -> None:
-        """Always None: the scorer reads all queries."""
-        return
+    paper = "arXiv 2505.23416"
+    num_queries = None  # all
 
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
@@ -48,7 +46,7 @@ class RedundancyScorer(Scorer):
     has its own similarity, and all similarities of a key without copies count.
     """
 
-    paper: ClassVar[str] = "arXiv 2505.24133"
+    paper = "arXiv 2505.24133"
 
     window_size: int = attrs.field(default=8, kw_only=True)
     kernel_size: int = attrs.field(default=7, kw_only=True)
@@ -109,10 +107,6 @@ class RedundancyScorer(Scorer):
 
         Computed in blocks of heads and keys, so that the whole matrix is never in memory. All
         blocks use the same memory, since allocating it costs more than the products.
-
-        Args:
-            sums: ``[heads, key_len]``, written to.
-            directions: ``[heads, key_len, head_dim]``.
         """
         heads, length = sums.shape
         # Keys of zeros, which resemble none, fill the last run.
@@ -135,10 +129,8 @@ class RedundancyScorer(Scorer):
     def _last_copies(self, cosines: Tensor) -> tuple[Tensor, Tensor]:
         """Return the index of the last key similar to each key, and their cosine; 0 and 0 if none.
 
-        Searches runs of keys by their highest cosine, then one run key by key.
-
-        Args:
-            cosines: ``[heads, count, key_len]``, a multiple of `RUN` of keys.
+        Searches runs of keys by their highest cosine, then one run key by key. The last axis of
+        ``cosines``, the keys, has a multiple of `RUN`.
         """
         runs = cosines.view(*cosines.shape[:-1], -1, RUN)
         # The maximum of places counted from 1, in float32, which is exact up to 2**24.

@@ -53,22 +53,15 @@ class ReplayedAttentionScorer(Scorer):
     Source: This project; the maximum over queries is KVzip's (arXiv 2505.23416).
     """
 
+    num_queries = None  # all
+    needs_rotary = True  # it rotates queries to another position
+
     reach: int = attrs.field(default=4, kw_only=True)
     sample_size: int = attrs.field(default=512, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("reach", self.reach)
         check_count("sample_size", self.sample_size, minimum=1)
-
-    @property
-    def num_queries(self) -> None:
-        """Always None: the scorer reads all queries."""
-        return
-
-    @property
-    def needs_rotary(self) -> bool:
-        """Always True: the scorer rotates queries to another position."""
-        return True
 
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import attrs
 import torch
@@ -48,7 +47,8 @@ class LeverageScorer(Scorer):
     standardized over all rows and heads together, and every row and head has a ``Phi`` of its own.
     """
 
-    paper: ClassVar[str] = "arXiv 2507.08143"
+    paper = "arXiv 2507.08143"
+    needs_rotary = True  # it undoes the rotary embedding of keys
 
     num_sinks: int = attrs.field(default=8, kw_only=True)
     window_size: int = attrs.field(default=4, kw_only=True)
@@ -65,11 +65,6 @@ class LeverageScorer(Scorer):
     def unscored_tail(self) -> int:
         """The number of last tokens that get no saliency and are always kept."""
         return self.window_size
-
-    @property
-    def needs_rotary(self) -> bool:
-        """Always True: the scorer undoes the rotary embedding of keys."""
-        return True
 
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""

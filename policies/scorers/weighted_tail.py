@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import attrs
 import torch
@@ -47,7 +46,8 @@ class WeightedTailScorer(Scorer):
     Source: PyramidInfer (arXiv 2405.12532).
     """
 
-    paper: ClassVar[str] = "arXiv 2405.12532"
+    paper = "arXiv 2405.12532"
+    num_queries = None  # all
 
     recent_rate: float = attrs.field(default=0.2, kw_only=True)
     distance_weight: float = attrs.field(default=1.2, kw_only=True)
@@ -62,11 +62,6 @@ class WeightedTailScorer(Scorer):
             raise ValueError(
                 f"distance_weight must be above 0 and finite, got {self.distance_weight}"
             )
-
-    @property
-    def num_queries(self) -> None:
-        """Always None: all queries, since the prompt's length decides how many are used."""
-        return
 
     def score(self, context: LayerContext) -> Tensor:
         """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""

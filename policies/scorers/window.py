@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import abc
-from typing import ClassVar
 
 import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.attention import causal_attention_sums, group_mean
+from kvpolicy.attention import causal_attention_sums, group_mean, neighbour_mean
 from kvpolicy.checks import check_count, check_kernel_size, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
@@ -98,7 +97,7 @@ class WindowMaxPoolScorer(_PooledWindowScorer):
     window get saliency 0 here: selectors protect them as a set.
     """
 
-    paper: ClassVar[str] = "arXiv 2404.14469"
+    paper = "arXiv 2404.14469"
 
     group_first: bool = attrs.field(default=False, kw_only=True)
     peak_first: bool = attrs.field(default=False, kw_only=True)
@@ -155,13 +154,11 @@ class WindowMeanPoolScorer(_PooledWindowScorer):
     Source: the published code of SnapKV (arXiv 2404.14469), and CLAA (arXiv 2602.16054).
     """
 
-    paper: ClassVar[str] = "arXiv 2602.16054"
+    paper = "arXiv 2602.16054"
 
     def _pooled(self, attention: Tensor) -> Tensor:
         # Padding on the left has attention 0, like the zeros before a row without padding.
-        return torch.avg_pool1d(
-            attention, self.kernel_size, stride=1, padding=self.kernel_size // 2
-        )
+        return neighbour_mean(attention, self.kernel_size)
 
 
 @attrs.frozen
@@ -188,7 +185,7 @@ class WindowAttentionScorer(Scorer):
     Source: UniPrefill (arXiv 2605.06221).
     """
 
-    paper: ClassVar[str] = "arXiv 2605.06221"
+    paper = "arXiv 2605.06221"
 
     window_size: int = 128
     kernel_size: int = attrs.field(default=1, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-from typing import ClassVar
 
 import attrs
 import torch
@@ -79,7 +78,7 @@ class ValueAwareScorer(WrappingScorer):
     Reduction: Value Also Matters (arXiv 2406.12335), which takes the L1 norm.
     """
 
-    paper: ClassVar[str] = "arXiv 2406.12335"
+    paper = "arXiv 2406.12335"
 
     def _changed(self, saliency: Tensor, context: LayerContext) -> Tensor:
         norms: Tensor = torch.linalg.vector_norm(context.values.float(), dim=-1)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpolicy.attention import group_mean
-from kvpolicy.checks import check_count, check_rate
+from kvpolicy.checks import check_rate
 from kvpolicy.context import LayerContext
-from kvpolicy.host_counts import held_counts, on_device
-from kvpolicy.interfaces import KVSelector
+from kvpolicy.host_counts import on_device
 from kvpolicy.policies.documentation import documented
-from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
+from kvpolicy.policies.selectors.budgeted import BudgetedSelector
 from kvpolicy.selection import compress, ranks
 
 
 @documented
 @attrs.frozen
-class AdaptiveHeadSelector(SharedBudgetSelector):
+class AdaptiveHeadSelector(BudgetedSelector):
     """Splits a layer's budget over its KV heads: those with spread-out attention keep more.
 
     With ``c`` tokens in the mean budget of a row, ``p`` of them protected and ``f = c - p``, each
@@ -48,24 +45,14 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
     near the budget; here a head's floor is set aside first and the total is exact.
     """
 
-    paper: ClassVar[str] = "arXiv 2407.11550"
+    paper = "arXiv 2407.11550"
+    unequal_heads = True  # each head gets its own share of the layer's budget
 
     floor: float = attrs.field(default=0.2, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         check_rate("floor", self.floor, zero=True)
-
-    @property
-    def unequal_heads(self) -> bool:
-        """Always True: each head gets its own share of the layer's budget."""
-        return True
-
-    def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the fraction of tokens that each layer keeps, averaged over heads."""
-        check_count("num_layers", num_layers, minimum=1)
-        fixed = self.window_size + self.protect
-        return [self.mean_budget.fraction(context_len, protected=fixed)] * num_layers
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`.
@@ -74,7 +61,9 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
         """
         assert saliency is not None
         heads = context.layer.heads
-        if context._unpadded and heads.shares == 1 and self._protects_by_slot(context):
+        alike = len(set(context.seen_len)) == 1 and heads.shares == 1
+        free = self.protect + self.window_size < context.key_len
+        if alike and free and self._protects_by_slot(context):
             return self._selected(group_mean(saliency, context.kv_heads), context)
         scores = heads.gather(group_mean(saliency, context.kv_heads))
         valid = heads.gather(context.valid)
@@ -96,13 +85,6 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
         free = mean.maximum(fixed) - fixed
         own = (free.double() * self.floor).long()
         return own, protected.shape[1] * (free - own)
-
-    def _protects_by_slot(self, context: LayerContext) -> bool:
-        """True if the protected tokens are the first and the last slots, and not all slots."""
-        whole = not self.protect or held_counts(context) == context.seen_len
-        own = type(self).protected is KVSelector.protected
-        alike = len(set(context.seen_len)) == 1
-        return whole and own and alike and self.protect + self.window_size < context.key_len
 
     def _selected(self, scores: Tensor, context: LayerContext) -> Tensor:
         """Select as `select` does, for rows of one length without padding."""

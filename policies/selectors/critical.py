@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
@@ -45,7 +43,9 @@ class CriticalSelector(WrappingSelector):
     Source: CriticalKV (arXiv 2502.03805), as kvpress has it, alone and around Ada-KV.
     """
 
-    paper: ClassVar[str] = "arXiv 2502.03805"
+    paper = "arXiv 2502.03805"
+    needs_saliency = True  # the first half of the tokens is chosen by saliency
+    needs_output_weight = True  # the second half of the tokens is chosen by output weights
 
     selector: KVSelector = attrs.field(default=GQAGroupSelector())
     first_share: float = attrs.field(default=0.5, kw_only=True)
@@ -60,16 +60,6 @@ class CriticalSelector(WrappingSelector):
     def equal_counts(self) -> bool:
         """True if the wrapped selector keeps equally many tokens in all heads and layers."""
         return self.selector.equal_counts
-
-    @property
-    def needs_saliency(self) -> bool:
-        """Always True: the first half of the tokens is chosen by saliency."""
-        return True
-
-    @property
-    def needs_output_weight(self) -> bool:
-        """Always True: the second half of the tokens is chosen by output weights."""
-        return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """Return how many tokens are kept of each row: as many as the wrapped selector keeps."""
@@ -91,17 +81,7 @@ class CriticalSelector(WrappingSelector):
 
 
 def output_norms(context: LayerContext) -> Tensor:
-    """Return the L1 norm of each value times the output weights, averaged over the KV group.
-
-    Args:
-        context: The layer, with its output weights.
-
-    Returns:
-        float32 ``[batch, kv_heads, key_len]``.
-
-    Raises:
-        ValueError: The layer shows no output weights.
-    """
+    """Return the L1 norm of each value times the output weights, averaged over the KV group."""
     weight = context.layer.output_weight
     if weight is None:
         raise ValueError(

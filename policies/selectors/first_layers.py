@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 from torch import Tensor
 
@@ -36,7 +34,7 @@ class FirstLayersWholeSelector(WrappingSelector):
     Source: CLAA (arXiv 2602.16054).
     """
 
-    paper: ClassVar[str] = "arXiv 2602.16054"
+    paper = "arXiv 2602.16054"
 
     selector: KVSelector = attrs.field(default=GQAGroupSelector())
     whole_layers: int = attrs.field(default=4, kw_only=True)

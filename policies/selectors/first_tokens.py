@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import attrs
 import torch
@@ -44,7 +43,7 @@ class FirstTokensWholeSelector(WrappingSelector):
     Source: KVzip (arXiv 2505.23416), whose code keeps the system prompt in this way.
     """
 
-    paper: ClassVar[str] = "arXiv 2505.23416"
+    paper = "arXiv 2505.23416"
 
     selector: KVSelector = attrs.field(default=GQAGroupSelector())
     whole_tokens: int = attrs.field(default=4, kw_only=True)

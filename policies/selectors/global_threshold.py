@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import attrs
 import torch
 from torch import Tensor
 
 from kvpolicy.attention import group_mean
-from kvpolicy.checks import check_count, check_kind
+from kvpolicy.checks import check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.policies.documentation import documented
-from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
+from kvpolicy.policies.selectors.budgeted import BudgetedSelector
 from kvpolicy.selection import compress, highest
 
 
 @documented
 @attrs.frozen
-class GlobalThresholdSelector(SharedBudgetSelector):
+class GlobalThresholdSelector(BudgetedSelector):
     """Keeps tokens above one saliency threshold, shared by all layers and KV heads of the model.
 
     Layers choose after all of them were scored. The budget of a row is the sum of the tokens that
@@ -45,29 +44,15 @@ class GlobalThresholdSelector(SharedBudgetSelector):
     equal to it; here the number is exact.
     """
 
-    paper: ClassVar[str] = "arXiv 2505.23416"
+    paper = "arXiv 2505.23416"
+    decides_together = True  # one saliency threshold holds for all layers
+    unequal_heads = True  # each head keeps what lies above the threshold
 
     turns_apart: bool = attrs.field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         check_kind("turns_apart", self.turns_apart, bool)
-
-    @property
-    def decides_together(self) -> bool:
-        """Always True: one saliency threshold holds for all layers."""
-        return True
-
-    @property
-    def unequal_heads(self) -> bool:
-        """Always True: each head keeps what lies above the threshold."""
-        return True
-
-    def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the fraction of tokens kept, averaged over layers, for every layer."""
-        check_count("num_layers", num_layers, minimum=1)
-        fixed = self.window_size + self.protect
-        return [self.mean_budget.fraction(context_len, protected=fixed)] * num_layers
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Choose tokens as if this layer were the model's only one."""

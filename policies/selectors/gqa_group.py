@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from typing import ClassVar
-
 import attrs
 from torch import Tensor
 
 from kvpolicy.attention import group_mean
-from kvpolicy.budgets import Budget, DefaultRate
-from kvpolicy.checks import check_count
+from kvpolicy.budgets import Budget
 from kvpolicy.context import LayerContext
-from kvpolicy.host_counts import counts_under, held_counts, known_counts, protected_counts
-from kvpolicy.interfaces import KVSelector
+from kvpolicy.host_counts import counts_under, known_counts, protected_counts
 from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.selectors.budgeted import BudgetedSelector
 from kvpolicy.selection import head_budgets, select_between, select_top
 
 
 @documented
 @attrs.frozen
-class GQAGroupSelector(KVSelector):
+class GQAGroupSelector(BudgetedSelector):
     """Keeps the last tokens and, for each KV head, the most salient others.
 
     The saliency of a KV head is the mean over the query heads of its group, so that keys and
@@ -34,38 +30,13 @@ class GQAGroupSelector(KVSelector):
     head and stores group times more; the group's mean is FastKV's (arXiv 2502.01068), section 3.
     """
 
-    paper: ClassVar[str] = "arXiv 2502.01068"
-
-    retention_rate: float | None = DefaultRate(0.1)
-    window_size: int = attrs.field(default=8, kw_only=True)
-    retention_tokens: int | None = attrs.field(default=None, kw_only=True)
-    protect: int = attrs.field(default=0, kw_only=True)
-
-    def __attrs_post_init__(self) -> None:
-        check_count("window_size", self.window_size)
-        check_count("protect", self.protect)
-        # A default rate that gave way to a number of tokens shall not show in the repr.
-        object.__setattr__(self, "retention_rate", self.budget.rate)
+    paper = "arXiv 2502.01068"
+    equal_counts = True  # all heads keep equally many tokens
 
     @property
-    def protected_tail(self) -> int:
-        """The number of last tokens that are always kept."""
-        return self.window_size
-
-    @property
-    def protected_first(self) -> int:
-        """The number of the context's first tokens that are always kept."""
-        return self.protect
-
-    @functools.cached_property
     def budget(self) -> Budget:
         """The number or fraction of each batch row's tokens that are kept."""
-        return Budget(self.retention_rate, self.retention_tokens)
-
-    @property
-    def equal_counts(self) -> bool:
-        """Always True: all heads keep equally many tokens."""
-        return True
+        return self.mean_budget
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """Return how many tokens of each row the budget allows every head to keep."""
@@ -87,13 +58,8 @@ class GQAGroupSelector(KVSelector):
         return select_top(scores, budgets, valid=valid, protected=protected)
 
     def _count_of_unpadded(self, context: LayerContext) -> int | None:
-        """Return every head's count if no slot is padding and slots show what is protected.
-
-        In a later turn, the first tokens of a context may be gone.
-        """
-        whole = not self.protect or held_counts(context) == context.seen_len
-        counts = known_counts(self, context) if context._unpadded and whole else None
-        own = type(self).protected is KVSelector.protected
-        if counts is None or not own or len(set(counts)) > 1:
+        """Return every head's count if no slot is padding and slots show what is protected."""
+        counts = known_counts(self, context) if self._protects_by_slot(context) else None
+        if counts is None or len(set(counts)) > 1:
             return None
         return counts[0] if self.protect + self.window_size <= counts[0] else None

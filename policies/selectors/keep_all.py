@@ -20,20 +20,9 @@ class KeepAllSelector(KVSelector):
         False
     """
 
-    @property
-    def needs_saliency(self) -> bool:
-        """Always False: every token is kept, whatever its saliency."""
-        return False
-
-    @property
-    def equal_counts(self) -> bool:
-        """Always True: every head keeps all tokens."""
-        return True
-
-    @property
-    def keeps_all(self) -> bool:
-        """Always True: nothing is evicted."""
-        return True
+    needs_saliency = False  # every token is kept, whatever its saliency
+    equal_counts = True  # every head keeps all tokens
+    keeps_all = True  # nothing is evicted
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """Return the number of tokens in each row; see `KVSelector.kept_counts`."""

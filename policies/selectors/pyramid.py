@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 from torch import Tensor
@@ -13,13 +11,13 @@ from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 from kvpolicy.host_counts import held_counts, known_counts, protected_counts
 from kvpolicy.policies.documentation import documented
-from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
+from kvpolicy.policies.selectors.budgeted import BudgetedSelector
 from kvpolicy.selection import select_top
 
 
 @documented
 @attrs.frozen
-class PyramidSelector(SharedBudgetSelector):
+class PyramidSelector(BudgetedSelector):
     """Keeps the most salient tokens of each KV head, more in early layers than in late ones.
 
     With ``c`` tokens in the mean budget of a row of ``N``, ``p`` of them protected, ``f = c - p``
@@ -50,7 +48,7 @@ class PyramidSelector(SharedBudgetSelector):
     tokens from the first layer to the last, so that the total falls a little short.
     """
 
-    paper: ClassVar[str] = "arXiv 2406.02069"
+    paper = "arXiv 2406.02069"
 
     beta: int = attrs.field(default=20, kw_only=True)
     floor_tokens: int = attrs.field(default=0, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import attrs
 import torch
@@ -43,18 +42,14 @@ class SameTokensSelector(GQAGroupSelector):
     Source: This project.
     """
 
-    paper: ClassVar[str] = ""
+    paper = ""
+    decides_together = True  # a token's ranking is its largest in any layer
 
     kernel_size: int = attrs.field(default=7, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         check_kernel_size(self.kernel_size)
-
-    @property
-    def decides_together(self) -> bool:
-        """Always True: a token's ranking is its largest in any layer."""
-        return True
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Choose tokens as if this layer were the model's only one."""

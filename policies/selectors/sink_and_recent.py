@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
 
 import attrs
 import torch
@@ -37,7 +36,9 @@ class SinkAndRecentSelector(KVSelector):
     `CachePolicy`.
     """
 
-    paper: ClassVar[str] = "arXiv 2309.17453"
+    paper = "arXiv 2309.17453"
+    needs_saliency = False  # only a token's position decides
+    equal_counts = True  # all heads keep equally many tokens
 
     retention_rate: float | None = DefaultRate(0.1)
     num_sinks: int = attrs.field(default=4, kw_only=True)
@@ -48,11 +49,6 @@ class SinkAndRecentSelector(KVSelector):
         check_count("num_sinks", self.num_sinks)
         check_count("protect", self.protect)
         object.__setattr__(self, "retention_rate", self.budget.rate)
-
-    @property
-    def needs_saliency(self) -> bool:
-        """Always False: only a token's position decides."""
-        return False
 
     @property
     def protected_first(self) -> int:
@@ -68,11 +64,6 @@ class SinkAndRecentSelector(KVSelector):
         """Mark the tokens at the context's first positions, which are always kept."""
         sinks = context.valid & (context.valid.cumsum(dim=-1) <= self.num_sinks)
         return sinks | super().protected(context)
-
-    @property
-    def equal_counts(self) -> bool:
-        """Always True: all heads keep equally many tokens."""
-        return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """Return how many tokens of each row the budget allows every head to keep."""

@@ -1,17 +1,21 @@
-"""The base of selectors whose layers or heads share one budget."""
+"""The base of selectors with a budget, of which some tokens are always kept."""
 
 from __future__ import annotations
+
+import functools
 
 import attrs
 
 from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.host_counts import held_counts
 from kvpolicy.interfaces import KVSelector
 
 
 @attrs.frozen
-class SharedBudgetSelector(KVSelector):
-    """Base of selectors that meet their budget only on average over layers or heads."""
+class BudgetedSelector(KVSelector):
+    """Base of selectors that meet a budget in every layer and head, or on average over them."""
 
     retention_rate: float | None = DefaultRate(0.1)
     window_size: int = attrs.field(default=8, kw_only=True)
@@ -34,7 +38,7 @@ class SharedBudgetSelector(KVSelector):
         """The number of the context's first tokens that are always kept."""
         return self.protect
 
-    @property
+    @functools.cached_property
     def mean_budget(self) -> Budget:
         """The number or fraction of a row's tokens kept, averaged over layers and heads."""
         return Budget(self.retention_rate, self.retention_tokens)
@@ -43,6 +47,20 @@ class SharedBudgetSelector(KVSelector):
     def is_bounded(self) -> bool:
         """True if the budget is a number of tokens, not a fraction of the context."""
         return self.mean_budget.tokens is not None
+
+    def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        """Return the fraction of tokens that each layer keeps, averaged over layers and heads."""
+        check_count("num_layers", num_layers, minimum=1)
+        fixed = self.window_size + self.protect
+        return [self.mean_budget.fraction(context_len, protected=fixed)] * num_layers
+
+    def _protects_by_slot(self, context: LayerContext) -> bool:
+        """True if there is no padding, and the protected tokens are the first and the last slots.
+
+        In a later turn, the first tokens of a context may be gone.
+        """
+        whole = not self.protect or held_counts(context) == context.seen_len
+        return context._unpadded and whole and type(self).protected is KVSelector.protected
 
     def _free(self, seen_len: int, protected: int) -> int:
         """Return the mean number of tokens that a head keeps besides the protected ones."""
