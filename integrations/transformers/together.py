@@ -14,13 +14,13 @@ from torch import Tensor
 
 from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.cache import PolicyCache
+from kvpolicy.integrations.transformers.forward.arriving import ReadState
 from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
 from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts
 from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
 from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
 from kvpolicy.integrations.transformers.forward.passes import AtQueries, Pass, PassState
 from kvpolicy.integrations.transformers.forward.plan import Arrival
-from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.forward.selecting import Select, choose
 from kvpolicy.integrations.transformers.forward.stage import NO_LAYERS, StagePiece
 from kvpolicy.integrations.transformers.model.attachment import AroundLayer
@@ -235,7 +235,6 @@ class _Sharing(Select):
     known: dict[Scorer, Tensor] | None = None
 
     def saliency(self, at: PassState, context: LayerContext) -> Tensor | None:
-        """See `Select.saliency`."""
         policy, scorer = at.policy, at.policy.scorer
         alike = policy.decoding is None and not policy.gapless and policy._selects_by_saliency
         if self.known is None or scorer is None or not alike or not policy._is_tested(scorer):
@@ -288,8 +287,8 @@ class _Follower:
 
     def begin(self, call: Call, arrival: Arrival) -> None:
         """Begin a forward of the leader's, which is at no layer yet."""
-        own = self.facts
-        facts = ModelFacts(own.parts, own.policy, own.quirks, call.model.form)
+        facts = self.facts
+        facts.form = call.model.form
         probe = LayerProbe.of(facts.parts, facts.policy)
         call = attrs.evolve(call, model=facts, probe=probe)
         made = Pass(
@@ -384,28 +383,20 @@ class _Leading(Select):
         )
 
     def begin(self, at: PassState) -> None:
-        """See `AtQueries.begin`."""
         super().begin(at)
         for each in self._followers:
             with _of_policy(each.name):
                 each.begin(at.call, self._arrival)
 
     def left_alone(self, at: PassState) -> frozenset[int]:
-        """See `AtQueries.left_alone`."""
+        if any(each.run.call.probe is not None for each in self._followers):
+            return frozenset()
         first = min(self._drops, default=len(at.layers))
         return frozenset(index for index in super().left_alone(at) if index < first)
-
-    def probe(self, call: Call) -> LayerProbe | None:
-        """See `AtQueries.probe`."""
-        asking = [each for each in self._followers if each.run.call.probe is not None]
-        if not asking:
-            return None
-        return _Probes(call.model.parts, call.model.policy, False, False, followers=asking)
 
     def observe(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> None:
-        """See `AtQueries.observe`."""
         known: dict[Scorer, Tensor] = {}
         for each in self._followers:
             if each.follows(index):
@@ -417,42 +408,27 @@ class _Leading(Select):
     ) -> Any:
         """Run a layer for all tokens, and for the tokens of each follower that has dropped some."""
         index = around.index
+        for each in self._followers:
+            if index == 0:
+                each.run.at.reach.check(around.module, hidden)
+            if each.follows(index):
+                with _of_policy(each.name):
+                    each.run.try_layer(around, hidden, kwargs)
         if self._last is None or index <= self._last:
             output = run.run_layer(around, hidden, kwargs)
         else:
             run.updated.add(index)
             output = run.call.model.form.of(hidden)
         for each in self._followers:
-            if index == 0:
-                each.run.at.reach.check(around.module, hidden)
             with _of_policy(each.name):
                 each.layer(around, kwargs, output)
         return output
 
     def finish(self, at: PassState) -> SeenTokens:
-        """See `AtQueries.finish`."""
         for each in self._followers:
             if each.output is None:
                 each.run.at.last_hidden = at.last_hidden
         return at.tokens
-
-
-@attrs.frozen(eq=False)
-class _Probes(LayerProbe):
-    """The finders of several caches, each of which looks at the same layers of the model."""
-
-    followers: Sequence[_Follower] = ()
-
-    def check_places(self, tokens: SeenTokens) -> None:
-        """See `LayerProbe.check_places`; a first prompt has no earlier places."""
-
-    def enter(self, around: AroundLayer, layer: PolicyLayer, *args: Any, **kwargs: Any) -> None:
-        """See `LayerProbe.enter`; ``layer`` is the leader's."""
-        for each in self.followers:
-            probe = each.run.call.probe
-            if probe is not None and each.follows(around.index):
-                with _of_policy(each.name):
-                    probe.enter(around, each.cache.layers[around.index], *args, **kwargs)
 
 
 def _ended(arrival: Arrival, hidden: Tensor) -> Passes:

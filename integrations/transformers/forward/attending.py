@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.blocks import Narrowed
 from kvpolicy.integrations.transformers.forward.facts import Call
-from kvpolicy.integrations.transformers.forward.indexers import with_positions
-from kvpolicy.integrations.transformers.forward.narrowing import Narrowed
+from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.forward.packed_attention import packed_attention
 from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassState
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns
@@ -54,8 +54,8 @@ class LayerAttention:
         told: The columns that the cache has given its attention for keys and queries; None if its
             attention has not asked.
         told_or_masked: The layers that were given a mask, or have asked for these columns.
-        own_keys: The layers whose attention function was given the keys that the cache gave.
-        plain: Those of them that hold padding, and whose attention is a plain softmax.
+        plain: The layers that hold padding, and whose attention is a plain softmax over the keys
+            that the cache gave.
     """
 
     def __init__(self, call: Call, made: Pass, at: PassState) -> None:
@@ -69,7 +69,6 @@ class LayerAttention:
         self.narrowed: Narrowed | None = None
         self.told: Columns | None = None
         self.told_or_masked: set[int] = set()
-        self.own_keys: set[int] = set()
         self.plain: set[int] = set()
         self._shared: dict[int, _SharedKeys] = {}
         self._padding_of: tuple[Tensor, Tensor | None] | None = None
@@ -100,9 +99,10 @@ class LayerAttention:
         self.packed = (
             self._appends and isinstance(layer.contents.held, Packed) and masks.enter_packed(index)
         )
-        kwargs, distances = self._distances(index, kwargs)
+        told = None if kwargs.get(DISTANCES) is None else self.columns(index)
         here = kwargs if self._reach.slots is None else self._reach.arguments(kwargs)
-        here = here if distances is None else {**here, DISTANCES: distances}
+        if told is not None:
+            here = {**here, DISTANCES: told.distances.to(kwargs[DISTANCES].device)}
         self.note_places(here)
         if self.packed:  # needs no mask, and no positions to make one
             return {**here, "attention_mask": None}
@@ -122,22 +122,11 @@ class LayerAttention:
             self._shared[index] = _SharedKeys(keys, places, mask, masks.own(kwargs), layer)
         return here
 
-    def _distances(
-        self, index: int, kwargs: dict[str, Any]
-    ) -> tuple[dict[str, Any], Tensor | None]:
-        """Return a layer's arguments without distances of queries and keys, and these."""
-        given = kwargs.get(DISTANCES)
-        if given is None:
-            return kwargs, None
-        others = {name: each for name, each in kwargs.items() if name != DISTANCES}
-        told = self.columns(index)
-        return others, given if told is None else told.distances.to(given.device)
-
     def _for_indexer(
         self, index: int, layer: IndexedLayer, hidden: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the arguments of a layer with an indexer that reads masks and positions itself."""
-        own, masks = kwargs.get("attention_mask"), self._masks
+        own, masks, batch = kwargs.get("attention_mask"), self._masks, hidden.shape[0]
         if isinstance(own, Tensor) and own.ndim == 2:  # of tokens, from which it makes its own
             masks.enter(layer)
             kwargs = {**kwargs, "attention_mask": self._reach.valid.to(hidden.device)}
@@ -146,8 +135,19 @@ class LayerAttention:
             mask = kwargs["attention_mask"]
             mask = masks.mask(index, hidden) if mask is None else mask
             assert isinstance(mask, Tensor)
-            kwargs = {**kwargs, "attention_mask": mask.expand(hidden.shape[0], -1, -1, -1)}
-        return with_positions(layer, hidden, kwargs, self._call.model.rotary, masks.order)
+            kwargs = {**kwargs, "attention_mask": mask.expand(batch, -1, -1, -1)}
+        if layer.blocks:  # blocks are counted by slot
+            slots = torch.arange(hidden.shape[1], device=hidden.device) + layer.kept_len
+            kwargs = {**kwargs, "position_ids": slots.expand(batch, -1)}
+        places = layer.places()
+        if places is None:
+            return kwargs
+        # Index keys are rotated late, those held by the decoder's rotary embedding.
+        held, new = self._call.model.rotary(hidden, places), kwargs["position_embeddings"]
+        turns = tuple(torch.cat(pair, dim=1) for pair in zip(held, new, strict=True))
+        if masks.order is not None:
+            turns = tuple(take_columns(each, masks.order[:, 0]) for each in turns)
+        return {**kwargs, "position_embeddings": turns}
 
     def _for_borrower(
         self, index: int, producer: int, hidden: Tensor, kwargs: dict[str, Any]
@@ -241,10 +241,8 @@ class LayerAttention:
             return blocks.attend(attend, module, query, key, value, **kwargs), None
         if blocks is not None:  # the module adds a bias that it made for all keys
             mask = masks.mask(inside, query)
-        own = key is given[0] and value is given[1]
-        plain = own and layer.contents.padded and reach.count == 1 and is_plain(attend, kwargs)
-        if own:
-            self.own_keys.add(inside)
+        plain = key is given[0] and value is given[1] and layer.contents.padded
+        plain = plain and reach.count == 1 and is_plain(attend, kwargs)
         if plain:
             self.plain.add(inside)
         if self.packed:

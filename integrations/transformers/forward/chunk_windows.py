@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.integrations.transformers.forward.layer_contexts import widened
 from kvpolicy.integrations.transformers.forward.passes import PassState
 from kvpolicy.integrations.transformers.model.masks import first_seen
 from kvpolicy.integrations.transformers.state.layers import follow
@@ -56,9 +57,8 @@ class ChunkWindows:
             slots = torch.arange(keys.shape[2] - counts[0], keys.shape[2], device=keys.device)
             kept = slots.expand(*positions.shape[:2], -1)
         whole = None if counts is None else counts[0] == keys.shape[2]
-        observed, carried = layer.observed, layer.observed.carried
-        if carried is not None:
-            carried = torch.nn.functional.pad(carried, (0, 0, 0, keys.shape[2] - carried.shape[2]))
+        observed = layer.observed
+        carried = None if observed.carried is None else widened(observed.carried, keys.shape[2])
         # Tokens are chosen before quantisation, since a prompt's own tokens attend to exact keys.
         storage = layer.storage.beside()
         layer.store(

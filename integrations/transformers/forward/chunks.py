@@ -12,17 +12,15 @@ a token before the prompt's end, whatever the policy: all later tokens of the pr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
 from kvpolicy.declarations import declares
 from kvpolicy.integrations.transformers.forward.chunk_windows import ChunkWindows
-from kvpolicy.integrations.transformers.forward.layer_contexts import History, InPrompt
+from kvpolicy.integrations.transformers.forward.layer_contexts import History, InPrompt, widened
 from kvpolicy.integrations.transformers.forward.passes import PassState
 from kvpolicy.integrations.transformers.forward.stage import StagedPrompt
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
@@ -182,18 +180,13 @@ class Remember(InPrompt):
             scorer, before = at.policy.scorer, self._before.carried.get(index)
             assert scorer is not None
             context = self.context(at, index, inputs, stored)
-            wide = None if before is None else _wider(before, context.key_len)
+            wide = None if before is None else widened(before, context.key_len)
             context = attrs.evolve(context, decoding=DecodingInputs(wide))
             with without_autocast(context.keys.device):
                 self._carried[index] = updated(scorer, context, self.checks)[1]
         elif at.policy.num_queries != 0 and needed:
             first = self._first_needed
             self._queries[index] = queries[:, :, first:].clone() if first else queries
-
-    def finish(self, at: PassState) -> Any:
-        """See `AtQueries.finish`."""
-        self.checks.look()
-        return super().finish(at)
 
 
 class AtEnd(InPrompt):
@@ -222,7 +215,7 @@ class AtEnd(InPrompt):
 
     def summed(self, at: PassState, context: LayerContext) -> Tensor:
         """Return the saliency of a layer's keys, whose scorer has summed over the chunks before."""
-        carried = _wider(self.carried[context.layer_idx], context.key_len)
+        carried = widened(self.carried[context.layer_idx], context.key_len)
         order = at.masks.order
         if order is not None:
             carried = gather_slots(
@@ -243,8 +236,3 @@ def sums_over_all(policy: CachePolicy) -> bool:
     if policy.decoding is not None and policy.decoding.state_size:
         return False
     return declares(policy.scorer, "accumulates")
-
-
-def _wider(carried: Tensor, key_len: int) -> Tensor:
-    """Extend a scorer's state with 0 for the keys of new tokens."""
-    return pad(carried, (0, 0, 0, key_len - carried.shape[2]))

@@ -261,6 +261,12 @@ def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str,
     return arguments
 
 
+def mask_of(seen: SeenTokens, valid: Tensor) -> Tensor | None:
+    """Return the attention mask of the tokens seen and of new ones; None without padding."""
+    padded = seen.padded or not bool(valid.all())
+    return torch.cat([seen.valid, valid], dim=1).long() if padded else None
+
+
 def take_columns(value: Tensor, columns: Tensor, row_axis: int = 0, token_axis: int = 1) -> Tensor:
     """Take the given columns of each row from a tensor with an entry for each token.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
 from kvpolicy.heads import Heads
@@ -104,6 +105,11 @@ def layer_context(
     )
 
 
+def widened(carried: Tensor, key_len: int) -> Tensor:
+    """Extend a scorer's state ``[batch, heads, held_len, state_size]`` by 0 for newer keys."""
+    return pad(carried, (0, 0, 0, key_len - carried.shape[2]))
+
+
 class InPrompt(AtQueries):
     """A base class for what a prompt's pass does at each layer: it builds the `LayerContext`.
 
@@ -133,6 +139,11 @@ class InPrompt(AtQueries):
     def drop(self, slots: Tensor) -> None:
         """See `AtQueries.drop`."""
         self.history = self.history.taken(slots)
+
+    def finish(self, at: PassState) -> SeenTokens:
+        """Check what the parts returned, and finish the pass; see `AtQueries.finish`."""
+        self.checks.look()
+        return at.tokens
 
     def context(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]

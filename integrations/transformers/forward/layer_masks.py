@@ -7,17 +7,14 @@ mask of its own length, made from positions. A decoded token without padding nee
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.blocks import Blocks, LowerRight
-from kvpolicy.integrations.transformers.forward.facts import Call
-from kvpolicy.integrations.transformers.forward.inputs import Incoming
 from kvpolicy.integrations.transformers.forward.packed_attention import may_attend
-from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens
 from kvpolicy.integrations.transformers.model.masks import (
     DENSE,
     FLASH,
@@ -27,14 +24,13 @@ from kvpolicy.integrations.transformers.model.masks import (
     causal_mask,
 )
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+
+if TYPE_CHECKING:
+    from kvpolicy.integrations.transformers.forward.passes import Pass, PassState
 
 
 class LayerMasks:
     """A maker of the attention masks of all layers in one pass, called layer by layer.
-
-    Args:
-        padding_first: Whether keys are moved so that each row's padding comes before its tokens.
 
     Attributes:
         windows: Each layer's sliding window; None if it sees all tokens of the context.
@@ -46,21 +42,11 @@ class LayerMasks:
         sees_all: Whether a layer without a mask sees all tokens of the pass.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        layers: list[PolicyLayer],
-        reach: ReachingTokens,
-        incoming: Incoming,
-        tokens: SeenTokens,
-        *,
-        first: bool,
-        in_prompt: bool,
-        padding_first: bool,
-    ) -> None:
-        self._call, self._layers, self._reach = call, layers, reach
-        self._tokens = tokens
-        self._first, self._in_prompt, self._padding_first = first, in_prompt, padding_first
+    def __init__(self, at: PassState, made: Pass) -> None:
+        call, tokens, incoming = at.call, at.tokens, made.incoming
+        self._call, self._layers, self._reach, self._tokens = call, at.layers, at.reach, tokens
+        self._first, self._in_prompt = at.first, made.in_prompt
+        self._padding_first = made.at_queries.padding_first
         self._moved, self._order_of_columns = incoming.moved, incoming.order
         self._columns = incoming.columns
         self._implementation = call.implementation
@@ -71,11 +57,12 @@ class LayerMasks:
             window if window is not None and (flash or window < seen) else None
             for window in call.model.windows
         ]
-        self.lenders = frozenset(each.producer for each in layers if each.producer is not None)
+        lent = (each.producer for each in at.layers)
+        self.lenders = frozenset(each for each in lent if each is not None)
         self.order: Tensor | None = None
         self.blocks: Blocks | None = None
-        self.sees_all = not call.model.causal and first
-        self.may_be_own = (call.own_masks or self.sees_all) and reach.count > 1
+        self.sees_all = not call.model.causal and at.first
+        self.may_be_own = (call.own_masks or self.sees_all) and at.reach.count > 1
         self._combined: Tensor | None = None  # positions of the current layer's keys
         self._causal: dict[tuple[int, int], Mask] = {}  # by lengths
         self._own: dict[int, tuple[Any, Spans | None]] = {}  # by the id of the mask
@@ -266,16 +253,19 @@ class LayerMasks:
         A layer with a state would read the tokens twice, and a layer whose keys other layers use
         must have keys of all tokens.
         """
-        layer = self._layers[index]
-        plain = layer.plain and index not in self.lenders
-        return plain and layer.facts.shows_queries and self.windows[index] is None
+        return self.windows[index] is None and index in self.apart
+
+    @functools.cached_property
+    def apart(self) -> frozenset[int]:
+        """The layers that show queries, and whose keys and values no other layer uses."""
+        layers = enumerate(self._layers)
+        plain = frozenset(i for i, each in layers if each.plain and each.facts.shows_queries)
+        return plain - self.lenders
 
     def _may_attend_in_blocks(self, index: int) -> bool:
-        layer = self._layers[index]
-        plain = layer.plain and index not in self.lenders
         unseen = self._call.attended is None and self._spares  # weights and masks are not read
         dense = self._implementation in DENSE
-        return self._in_prompt and plain and layer.facts.shows_queries and unseen and dense
+        return self._in_prompt and unseen and dense and index in self.apart
 
     def _blocks_of(self, index: int, device: torch.device) -> Blocks:
         layer, window, keys = self._layers[index], self.windows[index], None

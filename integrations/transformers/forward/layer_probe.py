@@ -12,7 +12,7 @@ tokens' own positions. A layer whose results are not as expected is refused; the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import attrs
 import torch
@@ -21,15 +21,13 @@ from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
-from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens, cut_arguments
+from kvpolicy.integrations.transformers.forward.reaching import cut_arguments
 from kvpolicy.integrations.transformers.model.attachment import AroundLayer
 from kvpolicy.integrations.transformers.model.layer_trial import FAILURES, LayerTrial, near
 from kvpolicy.integrations.transformers.model.masks import causal_mask
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.rotary import (
     Form,
-    Gapless,
-    GivenPlaces,
     RotaryChannels,
     changes_with_length,
     channels_of,
@@ -39,6 +37,9 @@ from kvpolicy.integrations.transformers.model.rotary import (
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
+
+if TYPE_CHECKING:
+    from kvpolicy.integrations.transformers.forward.passes import PassState
 
 # Positions of the tokens with which a layer is tried.
 TRIED = (3, 11)
@@ -107,13 +108,10 @@ class LayerProbe:
         layer: PolicyLayer,
         hidden: Tensor,
         kwargs: dict[str, Any],
-        *,
-        reach: ReachingTokens,
-        before: SeenTokens,
-        read_at: Gapless | GivenPlaces | None,
-        implementation: str,
+        at: PassState,
     ) -> None:
         """Try a layer that is about to run, and note what the policy needs to know of it."""
+        reach, before, read_at = at.reach, at.before, at.read_at
         axis = reach.token_axis(hidden)
         length = hidden.shape[axis]
         last = torch.arange(max(length - 2, 0), length, device=reach.valid.device)
@@ -123,8 +121,8 @@ class LayerProbe:
             for name, value in reach.arguments(kwargs).items()
         }
         if layer.indexed is not None:  # its indexer reads the mask
-            lengths = last.shape[0], last.shape[0]
-            mask = causal_mask(*lengths, implementation, hidden.dtype, hidden.device)
+            how = at.call.implementation, hidden.dtype, hidden.device
+            mask = causal_mask(len(last), len(last), *how)
             assert isinstance(mask, Tensor)
             here["attention_mask"] = mask.expand(hidden.shape[0], -1, -1, -1)
         attention = self.parts.attentions[around.index]

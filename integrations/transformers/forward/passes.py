@@ -17,7 +17,6 @@ from kvpolicy.integrations.transformers.forward.added_features import AddedFeatu
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
 from kvpolicy.integrations.transformers.forward.layer_masks import LayerMasks
-from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
 from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens
 from kvpolicy.integrations.transformers.forward.stage import StagePiece
 from kvpolicy.integrations.transformers.model.rotary import Gapless, GivenPlaces
@@ -80,16 +79,7 @@ class PassState:
         self.started = incoming.tokens.lengths > 0
         if stage is not None and stage.started is not None:
             self.started = stage.started
-        self.masks = LayerMasks(
-            call,
-            layers,
-            self.reach,
-            incoming,
-            tokens,
-            first=self.first,
-            in_prompt=made.in_prompt,
-            padding_first=made.at_queries.padding_first,
-        )
+        self.masks = LayerMasks(self, made)
         # Where tokens are read; None if at their original positions.
         self.read_at: Gapless | GivenPlaces | None = tokens.given_places
         if incoming.skipped is not None:
@@ -137,10 +127,6 @@ class AtQueries:
 
     def begin(self, at: PassState) -> None:
         """Prepare for a pass, before the decoder's first layer runs."""
-
-    def probe(self, call: Call) -> LayerProbe | None:
-        """Return what finds rotary embeddings and output projections; None if no part asks."""
-        return call.probe if self.asks else None
 
     def waits(self) -> bool:
         """True if `observe` must be called in a pass that only appends keys."""

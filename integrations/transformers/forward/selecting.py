@@ -22,10 +22,7 @@ from kvpolicy.deferred_selection import DeferredLayer
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.chunks import AtEnd, Chunks
 from kvpolicy.integrations.transformers.forward.closing_gaps import closed_up, without_gaps
-from kvpolicy.integrations.transformers.forward.decoding.choosing import (
-    WindowSurvivors,
-    carried_for,
-)
+from kvpolicy.integrations.transformers.forward.decoding import WindowSurvivors, carried_for
 from kvpolicy.integrations.transformers.forward.layer_contexts import History
 from kvpolicy.integrations.transformers.forward.passes import KeyUse, PassState
 from kvpolicy.integrations.transformers.model.masks import FLASH
@@ -92,10 +89,7 @@ class Select(AtEnd):
         return frozenset(
             index
             for index in range(1, min(drops, default=last))
-            if at.layers[index].plain
-            and at.layers[index].facts.shows_queries
-            and at.masks.windows[index] is None
-            and index not in at.masks.lenders
+            if index in at.masks.apart and at.masks.windows[index] is None
         )
 
     def observe(
@@ -275,7 +269,7 @@ class Select(AtEnd):
         Under a ``gapless`` policy later tokens are read directly behind the tokens held.
         """
         self._check_numbers(at)
-        self.checks.look()
+        super().finish(at)
         if not at.policy.gapless:
             return at.tokens
         follow(at.layers, at.tokens)
@@ -306,21 +300,13 @@ class ChooseTokens(AtEnd):
         saliency = at.policy.score(context) if saliency is None else saliency
         self.history = self.history.noted(saliency, context)
 
-    def finish(self, at: PassState) -> SeenTokens:
-        """See `AtQueries.finish`."""
-        self.checks.look()
-        return super().finish(at)
-
 
 def passed_slots(passed_on: Tensor | None, context: LayerContext, at: PassState) -> Tensor | None:
     """Return the indices of the tokens that a layer passes on; None if it passes on all."""
     if passed_on is None:
         return None
     passed = passed_on.to(at.reach.valid.device)
-    if passed.shape == context.new_valid.shape:
-        everything = context.new_valid.to(passed.device)
-        return None if torch.equal(passed >= 0, everything) else passed
-    return passed
+    return None if torch.equal(passed >= 0, context.new_valid.to(passed.device)) else passed
 
 
 def choose(
