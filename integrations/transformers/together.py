@@ -199,11 +199,7 @@ def _shared(
     """Read a prompt into several attached caches, with one forward of another cache.
 
     ``read`` reads the prompt into a cache, only its last token if ``whole`` is False, and returns
-    its last logits.
-
-    Returns:
-        The logits of the prompt's last token, by name. A name is missing if its cache has read
-        nothing, since it must read alone.
+    its last logits. These are returned by name, but for caches that must read alone.
     """
     followers = [_Follower(name, each) for name, each in caches.items()]
     if len(followers) < 2:
@@ -253,12 +249,7 @@ class _Follower:
 
     Behind its first drop it runs the layers for its own tokens.
 
-    Args:
-        name: The name of its policy.
-        cache: The cache, attached to the model.
-
     Attributes:
-        select: What its policy does at each layer.
         run: Its pass, as if it were reading alone.
         output: The last layer's output for its own tokens; None if all tokens have reached it.
     """
@@ -352,12 +343,7 @@ class _Follower:
 
 
 class _Leading(Select):
-    """A pass's choice to hold nothing itself, and to show each layer to the caches that follow.
-
-    Args:
-        cache: The leading cache.
-        followers: The others.
-    """
+    """A pass's choice to hold nothing itself, and to show each layer to the caches that follow."""
 
     def __init__(self, cache: PolicyCache, followers: Sequence[_Follower]) -> None:
         super().__init__()

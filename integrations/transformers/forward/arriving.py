@@ -113,13 +113,7 @@ def _is_plain(mask: Any) -> bool:
 
 @attrs.frozen(eq=False)
 class Arriving:
-    """A forward whose arguments are about to be checked, with its outer call and the cache's state.
-
-    Args:
-        starts: Whether the policy acts on the forward, or at the end of the prompt that it belongs
-            to.
-        ends: Whether the policy acts at its end.
-    """
+    """A forward whose arguments are about to be checked; see `Arrival`."""
 
     model: ModelFacts
     outer: OuterCall

@@ -14,7 +14,6 @@ from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.forward.packed_attention import packed_attention
 from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassState
-from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.model.mask_arguments import MaskArguments
 from kvpolicy.integrations.transformers.model.masks import FLASH, Mask, Spans
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs, is_plain
@@ -31,9 +30,7 @@ class _SharedKeys:
     Args:
         keys: ``[batch, 1 or kv_heads, key_len]`` int64 original positions, -1 on padding.
         queries: ``[batch, query_len]`` int64, those of the tokens that reach their own layer.
-        mask: The mask of these tokens.
         own: What they see by the model's own mask; None if this is causal.
-        layer: The layer in the cache.
     """
 
     keys: Tensor
@@ -41,6 +38,55 @@ class _SharedKeys:
     mask: Mask
     own: Spans | None
     layer: PolicyLayer
+
+
+@attrs.frozen(eq=False)
+class Columns:
+    """A record of the input columns that the cache reports to an attention module.
+
+    Some modules, or their model for them, ask for the columns of queries and keys, count on from
+    there without gaps, and give their attention function a bias for every pair. Evicted tokens
+    leave gaps. So keys are said to be in all columns seen, from 0 on, and of the bias the entries
+    of the keys that are held are taken, head by head. Rows may have different gaps, but a module
+    takes one column for the queries of all rows: the largest one of any row. Scorers do not see the
+    bias, and restarts are refused.
+
+    Args:
+        keys: Number of columns seen, the new ones included.
+        queries: ``[query_len]`` int64, each below ``keys``.
+    """
+
+    keys: int
+    queries: Tensor
+
+    @property
+    def query_offset(self) -> Tensor:
+        """The numbers to add to 0, 1, ... to get the columns of the queries: ``[query_len]``."""
+        return self.queries - torch.arange(len(self.queries), device=self.queries.device)
+
+    @property
+    def distances(self) -> Tensor:
+        """The columns from each key to each query: ``[query_len, keys]``."""
+        return self.queries[:, None] - torch.arange(self.keys, device=self.queries.device)
+
+    def taken(
+        self, arguments: dict[str, Any], queries: Tensor, keys: Tensor, query_heads: int
+    ) -> dict[str, Any]:
+        """Cut the biases for query-key pairs in attention arguments to the keys in the cache.
+
+        ``queries`` and ``keys`` are original positions, -1 on padding.
+        """
+        distances = queries[:, None, :, None] - keys[:, :, None, :]
+        columns = self.queries.to(keys.device)[:, None] - distances
+        columns = columns.clamp(0, self.keys - 1)
+        columns = columns.repeat_interleave(query_heads // columns.shape[1], dim=1)
+        pairs = (len(self.queries), self.keys)
+        return {
+            name: each.gather(-1, columns.expand(*each.shape[:2], -1, -1))
+            if isinstance(each, Tensor) and each.ndim == 4 and each.shape[2:] == pairs
+            else each
+            for name, each in arguments.items()
+        }
 
 
 class LayerAttention:

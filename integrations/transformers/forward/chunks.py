@@ -84,10 +84,6 @@ class Chunks:
         """The layers of which queries are held."""
         return frozenset(index for _, queries in self.parts for index in queries)
 
-    def _joined(self, index: int, queries: Tensor) -> Tensor:
-        held = [each[index] for _, each in self.parts]
-        return torch.cat([*held, queries], dim=2) if held else queries
-
     def first_needed(self, valid: Tensor) -> int:
         """Return the column where the trailing queries begin that the policy looks at."""
         if self.num_queries is None:
@@ -104,10 +100,9 @@ class Chunks:
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)
         if self.num_queries is not None:
             order = order[:, max(order.shape[1] - self.num_queries, 0) :]
-        joined = self._joined(index, queries)
-        places = order.to(joined.device)[:, None, :, None]
-        places = places.expand(-1, joined.shape[1], -1, joined.shape[3])
-        return joined.gather(2, places)
+        held = [each[index] for _, each in self.parts]
+        joined = torch.cat([*held, queries], dim=2) if held else queries
+        return gather_slots(joined, order.to(joined.device)[:, None], padded=False)
 
     def prompt_valid(self, new_valid: Tensor) -> Tensor:
         """Return which columns of the whole prompt are tokens, moved behind each row's padding."""
@@ -218,9 +213,7 @@ class AtEnd(InPrompt):
         carried = widened(self.carried[context.layer_idx], context.key_len)
         order = at.masks.order
         if order is not None:
-            carried = gather_slots(
-                carried, order.to(carried.device).expand(-1, carried.shape[1], -1)
-            )
+            carried = gather_slots(carried, order.to(carried.device))
         # The queries are those of the last chunk alone.
         valid = at.reach.valid.to(context.keys.device)
         context = attrs.evolve(context, decoding=DecodingInputs(carried), new_valid=valid)

@@ -137,12 +137,6 @@ class ForwardDispatcher:
         """The run whose layer is under way; None if the decoder is not running."""
         return None if self.run is None else self.run.part or self.run
 
-    @property
-    def makes_masks(self) -> bool:
-        """True if each layer gets a mask made here in the current forward."""
-        run = self.at_work
-        return run is not None and run.made.in_prompt and not run.at.first
-
     def recorded(self) -> ReadState:
         """Record the cache's whole state, so that a forward can be undone."""
         layers = held_by(self.layers)

@@ -116,9 +116,6 @@ class InPrompt(AtQueries):
     Args:
         history: The saliency that layers of earlier passes gave to the tokens of this one; None if
             there were no such passes.
-
-    Attributes:
-        history: The same, with the layers of this pass.
     """
 
     asks = True

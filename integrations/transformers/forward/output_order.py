@@ -125,9 +125,6 @@ class Filling:
     Hidden states stay at the places of their tokens. The next layer, and the decoder's output, get
     them without the padding again; see `ModelQuirks.refills`.
 
-    Args:
-        count: Number of tokens of the input.
-
     Attributes:
         slots: For each layer whose output was padded, the places of its tokens among all tokens of
             the input, ``[batch, passed_len]`` int64, -1 on padding.

@@ -87,10 +87,10 @@ class Arrival:
         )
         if not select.waiting:
             return
-        policy, waiting, tokens = self.call.model.policy, select.waiting, run.tokens
+        policy, waiting = self.call.model.policy, select.waiting
         if policy.rereading is not None:
-            parts = self.call.model.parts
-            again = SecondReading(policy, self.layers, waiting, tokens, parts, self.cache)
+            reading, parts = policy.rereading, self.call.model.parts
+            again = SecondReading(reading, parts, self.layers, waiting, run.tokens, self.cache)
             waiting = yield from again.passes()
         choose(policy, self.layers, waiting)
 

@@ -31,7 +31,6 @@ class ReachingTokens:
         every_position: The positions of all tokens of the pass.
         slots: ``[batch, new_len]`` int64, their places among all tokens of the pass; None if all
             tokens reach the layer.
-        count: Number of columns of the pass.
         padded: Whether the tokens seen or the ones that reach the layer may have padding.
         beside: What the previous layer returned beside hidden states, for the tokens it passed on.
     """

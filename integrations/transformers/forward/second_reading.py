@@ -108,18 +108,12 @@ class SecondReading:
         waiting: The layers with a deferred selection, by index.
     """
 
-    policy: CachePolicy
+    reading: Repetition
+    parts: ModelParts
     layers: list[PolicyLayer]
     waiting: Mapping[int, DeferredKV]
     tokens: SeenTokens
-    parts: ModelParts
     cache: Any
-
-    @property
-    def reading(self) -> Repetition:
-        """The policy's settings for reading the prompt a second time."""
-        assert self.policy.rereading is not None
-        return self.policy.rereading
 
     def passes(self) -> Generator[Pass, object, dict[int, DeferredKV]]:
         """Yield one pass of the decoder for each chunk of the prompt that is read again.

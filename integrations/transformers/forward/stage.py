@@ -51,7 +51,6 @@ class StagedPrompt:
     """A record of a prompt's chunks so far, which later layers read once the prompt ends.
 
     Args:
-        stages: All stages of the prompt.
         begun: The tokens seen before the prompt.
         before: What every layer held before the prompt, if the prefill restarts; see `hold_again`.
         valid: By chunk, ``[batch, new_len]`` bool, False on padding.
@@ -77,7 +76,6 @@ class StagePiece:
     """A plan of what one pass reads in one range of layers: its tokens and where they enter.
 
     Args:
-        stage: The stage.
         looks: Whether the pass ends inside the stage's last layer.
         is_output: Whether the stage is the last one.
         tokens: The tokens seen, this piece included, for layers of a later stage; None in the first

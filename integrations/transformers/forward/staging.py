@@ -42,14 +42,7 @@ from kvpolicy.selection import gather_positions
 
 
 class StagedPrefill:
-    """A reader of a prompt in chunks under a policy that drops tokens between layers.
-
-    Args:
-        incoming: The current chunk.
-        chunks: The chunks before it; None if it is the first.
-        missing: Number of columns of the prompt that are still to be read, those of the chunk
-            included.
-    """
+    """A reader of a prompt in chunks under a policy that drops tokens; see `Arrival`."""
 
     def __init__(
         self,
