@@ -19,7 +19,7 @@ from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatc
 from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts
 from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
 from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
-from kvpolicy.integrations.transformers.forward.passes import AtQueries, Pass, PassState
+from kvpolicy.integrations.transformers.forward.passes import AtQueries, Pass, PassState, Stored
 from kvpolicy.integrations.transformers.forward.plan import Arrival
 from kvpolicy.integrations.transformers.forward.selecting import Select, choose
 from kvpolicy.integrations.transformers.forward.stage import NO_LAYERS, StagePiece
@@ -148,9 +148,7 @@ def read_together(
     return found
 
 
-def _by_name(
-    policies: Mapping[str, CachePolicy] | Sequence[CachePolicy],
-) -> dict[str, CachePolicy]:
+def _by_name(policies: Mapping[str, CachePolicy] | Sequence[CachePolicy]) -> dict[str, CachePolicy]:
     """Return policies by name; see `read_together`."""
     if isinstance(policies, Mapping):
         named = dict(policies)
@@ -283,11 +281,7 @@ class _Follower:
         probe = LayerProbe.of(facts.parts, facts.policy)
         call = attrs.evolve(call, model=facts, probe=probe)
         made = Pass(
-            arrival.incoming,
-            self.select,
-            main=True,
-            narrows=True,
-            features=arrival.features,
+            arrival.incoming, self.select, main=True, narrows=True, features=arrival.features
         )
         self.cache._reader.run = self.run = PassRun(call, self.cache.layers, made)
 
@@ -295,7 +289,7 @@ class _Follower:
         self,
         index: int,
         inputs: AttentionInputs,
-        stored: tuple[Tensor, Tensor],
+        stored: Stored,
         leading: PolicyLayer,
         known: dict[Scorer, Tensor],
     ) -> None:
@@ -360,13 +354,7 @@ class _Leading(Select):
             arriving = attrs.evolve(reader._arriving(ends=True), model=each.facts)
             with _of_policy(each.name):
                 arriving.check(reader._given, arrival.incoming)
-        yield Pass(
-            arrival.incoming,
-            self,
-            main=True,
-            features=arrival.features,
-            around=self.layer,
-        )
+        yield Pass(arrival.incoming, self, main=True, features=arrival.features, around=self.layer)
 
     def begin(self, at: PassState) -> None:
         super().begin(at)
@@ -380,9 +368,7 @@ class _Leading(Select):
         first = min(self._drops, default=len(at.layers))
         return frozenset(index for index in super().left_alone(at) if index < first)
 
-    def observe(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
-    ) -> None:
+    def observe(self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored) -> None:
         known: dict[Scorer, Tensor] = {}
         for each in self._followers:
             if each.follows(index):

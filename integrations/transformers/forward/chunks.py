@@ -21,7 +21,7 @@ from kvpolicy.context import LayerContext
 from kvpolicy.declarations import declares
 from kvpolicy.integrations.transformers.forward.chunk_windows import ChunkWindows
 from kvpolicy.integrations.transformers.forward.layer_contexts import History, InPrompt, widened
-from kvpolicy.integrations.transformers.forward.passes import PassState
+from kvpolicy.integrations.transformers.forward.passes import PassState, Stored
 from kvpolicy.integrations.transformers.forward.stage import StagedPrompt
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.layer_inputs import DecodingInputs
@@ -148,9 +148,7 @@ class Remember(InPrompt):
         for index in layers or self.holding_anew:
             self._windows.settle(index)
 
-    def observe(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
-    ) -> None:
+    def observe(self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored) -> None:
         """Remember a layer's queries, or the state of a scorer that sums over all queries."""
         layer = at.layers[index]
         expands = inputs.keys.shape[1] != stored[0].shape[1]
@@ -166,9 +164,7 @@ class Remember(InPrompt):
             if index in self._carried:
                 self._carried[index] = gather_slots(self._carried[index], kept)
 
-    def _remember(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
-    ) -> None:
+    def _remember(self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored) -> None:
         queries = inputs.queries
         needed = self._only is None or index in self._only or index in self.history.layers
         if self._sums and needed:

@@ -25,7 +25,7 @@ from kvpolicy.context import LayerContext
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.host_counts import on_device
 from kvpolicy.integrations.transformers.forward.layer_contexts import layer_context, widened
-from kvpolicy.integrations.transformers.forward.passes import AtQueries, PassState
+from kvpolicy.integrations.transformers.forward.passes import AtQueries, PassState, Stored
 from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -60,9 +60,7 @@ class Bound(AtQueries):
         """See `AtQueries.waits`."""
         return self._chooses or self._decoding.num_queries != 0
 
-    def observe(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
-    ) -> None:
+    def observe(self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored) -> None:
         """Remember a layer's queries, and let the layer evict if this is due in some row."""
         layer, asked = at.layers[index], self._decoding.num_queries
         if layer.facts.shows_queries:
@@ -71,18 +69,9 @@ class Bound(AtQueries):
             layer.observed = layer.observed.noted(inputs.queries, at.tokens, asked, self._unbroken)
         if not self._chooses:
             return
+        positions = at.masks.positions(layer, layer.choices, inputs.keys.device)
         held = LayerCandidates(
-            layer=layer,
-            index=index,
-            num_layers=len(at.layers),
-            decoding=self._decoding,
-            window=at.masks.windows[index],
-            implementation=at.call.implementation,
-            inputs=inputs,
-            stored=stored,
-            positions=at.masks.positions(layer, layer.choices, inputs.keys.device),
-            tokens=at.tokens,
-            observed=layer.observed,
+            at, index, self._decoding, inputs, stored, positions, at.tokens, layer.observed
         )
         # A layer that uses the slots of another layer's indexer keeps the same tokens.
         follows = self._kept if layer.indexed is not None and layer.indexed.borrows else None
@@ -187,24 +176,25 @@ class LayerCandidates:
     """A record of all tokens that a layer holds during an answer, from which it chooses.
 
     Args:
-        window: The layer's sliding window; None if it sees all tokens.
         stored: The tensors held, if attention computes more heads from them; else keys and values.
         positions: ``[batch, kv_heads or 1, key_len]`` int64, positions of the slots stored, -1 on
             padding.
         tokens: The tokens seen, the last of which count as appended.
     """
 
-    layer: PolicyLayer
+    at: PassState
     index: int
-    num_layers: int
     decoding: DecodingEviction
-    window: int | None
-    implementation: str
     inputs: AttentionInputs
-    stored: tuple[Tensor, Tensor]
+    stored: Stored
     positions: Tensor
     tokens: SeenTokens
     observed: RecentQueries
+
+    @property
+    def layer(self) -> PolicyLayer:
+        """The layer that chooses."""
+        return self.at.layers[self.index]
 
     def choose(self, follows: Tensor | None, due: Due | None) -> Tensor:
         """Let the layer choose which of the tokens it holds to keep; return the slots kept.
@@ -243,11 +233,10 @@ class LayerCandidates:
             if carried is not None:
                 carried = self.decoding.update_state(self._context(carried))
             return follows.to(self.positions.device), carried
-        if self.window is None:
+        window, how = self.at.masks.windows[self.index], self.at.call.implementation
+        if window is None:
             return self.decoding.decide(self._context(carried))
-        near = WindowSurvivors.of(
-            self.positions, self.tokens.lengths, self.window, self.implementation
-        )
+        near = WindowSurvivors.of(self.positions, self.tokens.lengths, window, how)
         if not near.leaves_short_rows:
             return near.kept(None), None
         chosen, carried = self.decoding.decide(self._context(carried))
@@ -305,9 +294,8 @@ class LayerCandidates:
             queries = keys.new_empty(len(keys), layer.facts.query_heads, 0, keys.shape[3])
         values = self.inputs.values
         return layer_context(
+            self.at,
             self.index,
-            self.num_layers,
-            layer,
             attrs.evolve(self.inputs, queries=queries),
             self.positions.expand(-1, keys.shape[1], -1),
             new_valid=slots >= len(slots) - new[:, None],

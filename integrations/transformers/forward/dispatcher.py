@@ -177,11 +177,7 @@ class ForwardDispatcher:
 
     @contextmanager
     def new_turn(
-        self,
-        prompt_end: int | None,
-        *,
-        may_be_static: bool,
-        unhooked: int | None,
+        self, prompt_end: int | None, *, may_be_static: bool, unhooked: int | None
     ) -> Iterator[None]:
         """Start a turn for the length of a `with` block; undo it if its prompt was not read whole.
 

@@ -53,12 +53,7 @@ class Incoming:
 
 
 def read_inputs(
-    arguments: dict[str, Any],
-    seen: SeenTokens | None,
-    *,
-    acts: bool,
-    starts: bool,
-    ends: bool,
+    arguments: dict[str, Any], seen: SeenTokens | None, *, acts: bool, starts: bool, ends: bool
 ) -> Incoming:
     """Read and check the inputs, mask and positions of a decoder's forward.
 

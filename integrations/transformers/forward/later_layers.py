@@ -23,11 +23,7 @@ from kvpolicy.integrations.transformers.forward.layer_contexts import History
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.forward.passes import Pass
 from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens, DeferredKV, Select
-from kvpolicy.integrations.transformers.forward.stage import (
-    PrefillStage,
-    StagedPrompt,
-    StagePiece,
-)
+from kvpolicy.integrations.transformers.forward.stage import PrefillStage, StagedPrompt, StagePiece
 from kvpolicy.integrations.transformers.model.attachment import AroundLayer
 from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens

@@ -26,12 +26,7 @@ from kvpolicy.integrations.transformers.forward.output_order import (
     without_states,
 )
 from kvpolicy.integrations.transformers.forward.packed_attention import Unpacked
-from kvpolicy.integrations.transformers.forward.passes import (
-    KeyUse,
-    Pass,
-    PassEnded,
-    PassState,
-)
+from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassEnded, PassState
 from kvpolicy.integrations.transformers.forward.reaching import cut_alike, cut_arguments
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import AroundLayer

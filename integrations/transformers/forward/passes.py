@@ -24,6 +24,9 @@ from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
+# The keys and values that the cache hands out to a layer.
+Stored = tuple[Tensor, Tensor]
+
 
 class KeyUse(enum.Enum):
     """What a pass does with the keys and values it computes: append, select or discard."""
@@ -140,13 +143,8 @@ class AtQueries:
         """
         return frozenset()
 
-    def observe(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
-    ) -> None:
-        """Use what the attention of one layer gets, for example to choose the tokens to keep.
-
-        ``stored`` are the keys and values that the cache handed out to the layer.
-        """
+    def observe(self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored) -> None:
+        """Use what the attention of one layer gets, for example to choose the tokens to keep."""
 
     def drop(self, slots: Tensor) -> None:
         """Note that a layer drops all tokens except ``slots`` ``[batch, count]``."""

@@ -117,11 +117,7 @@ class Arrival:
     def _chunk(self) -> Passes:
         remember = Remember(self.chunks or Chunks(self.call.model.policy.num_queries))
         run = yield Pass(
-            self.incoming,
-            remember,
-            main=True,
-            missing=self.missing,
-            features=self.features,
+            self.incoming, remember, main=True, missing=self.missing, features=self.features
         )
         remember.settle()
         self.remember(remember.chunks(run.at))

@@ -63,9 +63,8 @@ class ScoreChunk(AtQueries):
         slots, of_chunk = self._shown(at.policy, layer.kept_len, positions)
         keys, values = gather_slots(inputs.keys, slots), gather_slots(inputs.values, slots)
         context = layer_context(
+            at,
             index,
-            len(at.layers),
-            layer,
             AttentionInputs(inputs.queries, keys, values, inputs.scores),
             gather_positions(positions, slots),
             new_valid=at.reach.valid,

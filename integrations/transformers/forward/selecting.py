@@ -24,7 +24,7 @@ from kvpolicy.integrations.transformers.forward.chunks import AtEnd, Chunks
 from kvpolicy.integrations.transformers.forward.closing_gaps import closed_up, without_gaps
 from kvpolicy.integrations.transformers.forward.decoding import WindowSurvivors, carried_for
 from kvpolicy.integrations.transformers.forward.layer_contexts import History
-from kvpolicy.integrations.transformers.forward.passes import KeyUse, PassState
+from kvpolicy.integrations.transformers.forward.passes import KeyUse, PassState, Stored
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -92,9 +92,7 @@ class Select(AtEnd):
             if index in at.masks.apart and at.masks.windows[index] is None
         )
 
-    def observe(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
-    ) -> None:
+    def observe(self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored) -> None:
         """Let the policy choose what the layer keeps and which tokens it passes on."""
         layer, window = at.layers[index], at.masks.windows[index]
         layer.facts.query_heads = inputs.queries.shape[1]
@@ -123,7 +121,7 @@ class Select(AtEnd):
             raise
 
     def _keeps_all(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
+        self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored
     ) -> bool:
         """True if a layer without padding keeps and passes on all tokens, so no part is asked."""
         if not self._never_asks or index in self.history.layers:
@@ -285,9 +283,7 @@ class ChooseTokens(AtEnd):
         super().__init__(chunks)
         self._layer = layer
 
-    def observe(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
-    ) -> None:
+    def observe(self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored) -> None:
         """Choose tokens at the filter layer; score earlier layers if the choice needs it."""
         if index != self._layer and index not in self.history.layers:
             return
