@@ -156,7 +156,7 @@ class LayerAttention:
         if attended is not None and not (self._at.first and self._made.incoming.order is None):
             masks.enter(layer)
             heads = 1 if layer.held is None else layer.held.shape[1]
-            attended.note(index, masks.positions(layer, heads, hidden.device))
+            attended.positions[index] = masks.positions(layer, heads, hidden.device)
         if layer.indexed is not None:
             return self._for_indexer(index, layer.indexed, hidden, here)
         here = masks.arguments(index, hidden, here)
@@ -201,7 +201,7 @@ class LayerAttention:
         """Return the arguments to call a layer with that attends to another layer's keys."""
         shared = self._shared[producer]
         if self._call.attended is not None:
-            self._call.attended.note(index, shared.keys)
+            self._call.attended.positions[index] = shared.keys
         here, implementation = self._reach.arguments(kwargs), self._call.implementation
         if implementation in FLASH and "position_ids" in here:
             here = {**here, "position_ids": None}  # see `attend`, which it does not come to

@@ -102,7 +102,8 @@ class Chunks:
             order = order[:, max(order.shape[1] - self.num_queries, 0) :]
         held = [each[index] for _, each in self.parts]
         joined = torch.cat([*held, queries], dim=2) if held else queries
-        return gather_slots(joined, order.to(joined.device)[:, None], padded=False)
+        places = order.to(joined.device)[:, None, :, None]
+        return joined.gather(2, places.expand(-1, joined.shape[1], -1, joined.shape[3]))
 
     def prompt_valid(self, new_valid: Tensor) -> Tensor:
         """Return which columns of the whole prompt are tokens, moved behind each row's padding."""

@@ -89,7 +89,8 @@ def read_inputs(
             f"attention_mask must pad on the left: the last token of every row must be real, but "
             f"row {row} ends in padding; set tokenizer.padding_side = 'left'"
         )
-    order = _padding_first(columns) if acts else None
+    moves = acts and bool((columns[:, :-1] & ~columns[:, 1:]).any())  # padding before all tokens
+    order = columns.to(torch.uint8).argsort(dim=1, stable=True) if moves else None
     new_valid = columns if order is None else columns.gather(1, order)
     arguments = _with_positions(arguments, tokens, columns, padded=True)
     if order is not None:
@@ -232,13 +233,6 @@ def _with_positions(
     ):
         return arguments
     return {**arguments, "position_ids": tokens.rotary_positions_of(columns)}
-
-
-def _padding_first(columns: Tensor) -> Tensor | None:
-    """Return the column order that puts padding before all tokens; None if it already is there."""
-    if not bool((columns[:, :-1] & ~columns[:, 1:]).any()):
-        return None
-    return columns.to(torch.uint8).argsort(dim=1, stable=True)
 
 
 def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str, Any]:

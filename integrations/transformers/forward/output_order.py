@@ -23,14 +23,11 @@ class AttendedKeys:
 
     Args:
         layers: Layers that attend; for other layers no attention weights are returned, or None.
+        positions: By layer, -1 on padding.
     """
 
     layers: list[int]
-    _positions: dict[int, Tensor] = attrs.field(factory=dict)
-
-    def note(self, index: int, positions: Tensor) -> None:
-        """Record the positions of the keys that a layer attends to, -1 on padding."""
-        self._positions[index] = positions
+    positions: dict[int, Tensor] = attrs.field(factory=dict)
 
     def in_columns(
         self, attentions: tuple[Tensor | None, ...], tokens: SeenTokens, order: Tensor | None
@@ -44,8 +41,8 @@ class AttendedKeys:
         alone = len(attentions) == len(self.layers)
         return tuple(
             attention
-            if attention is None or index not in self._positions
-            else _in_columns(attention, self._positions[index], tokens, order)
+            if attention is None or index not in self.positions
+            else _in_columns(attention, self.positions[index], tokens, order)
             for index, attention in zip(
                 self.layers if alone else range(len(attentions)), attentions, strict=True
             )
