@@ -7,14 +7,17 @@ mask of its own length, made from positions. A decoded token without padding nee
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.blocks import Blocks, LowerRight
+from kvpolicy.integrations.transformers.forward.facts import Call
+from kvpolicy.integrations.transformers.forward.inputs import Incoming
 from kvpolicy.integrations.transformers.forward.packed_attention import may_attend
+from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens
 from kvpolicy.integrations.transformers.model.masks import (
     DENSE,
     FLASH,
@@ -24,9 +27,7 @@ from kvpolicy.integrations.transformers.model.masks import (
     causal_mask,
 )
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-
-if TYPE_CHECKING:
-    from kvpolicy.integrations.transformers.forward.passes import Pass, PassState
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
 class LayerMasks:
@@ -42,11 +43,20 @@ class LayerMasks:
         sees_all: Whether a layer without a mask sees all tokens of the pass.
     """
 
-    def __init__(self, at: PassState, made: Pass) -> None:
-        call, tokens, incoming = at.call, at.tokens, made.incoming
-        self._call, self._layers, self._reach, self._tokens = call, at.layers, at.reach, tokens
-        self._first, self._in_prompt = at.first, made.in_prompt
-        self._padding_first = made.at_queries.padding_first
+    def __init__(
+        self,
+        call: Call,
+        layers: list[PolicyLayer],
+        reach: ReachingTokens,
+        incoming: Incoming,
+        tokens: SeenTokens,
+        *,
+        first: bool,
+        in_prompt: bool,
+        padding_first: bool,
+    ) -> None:
+        self._call, self._layers, self._reach, self._tokens = call, layers, reach, tokens
+        self._first, self._in_prompt, self._padding_first = first, in_prompt, padding_first
         self._moved, self._order_of_columns = incoming.moved, incoming.order
         self._columns = incoming.columns
         self._implementation = call.implementation
@@ -57,12 +67,11 @@ class LayerMasks:
             window if window is not None and (flash or window < seen) else None
             for window in call.model.windows
         ]
-        lent = (each.producer for each in at.layers)
-        self.lenders = frozenset(each for each in lent if each is not None)
+        self.lenders = frozenset(each.producer for each in layers if each.producer is not None)
         self.order: Tensor | None = None
         self.blocks: Blocks | None = None
-        self.sees_all = not call.model.causal and at.first
-        self.may_be_own = (call.own_masks or self.sees_all) and at.reach.count > 1
+        self.sees_all = not call.model.causal and first
+        self.may_be_own = (call.own_masks or self.sees_all) and reach.count > 1
         self._combined: Tensor | None = None  # positions of the current layer's keys
         self._causal: dict[tuple[int, int], Mask] = {}  # by lengths
         self._own: dict[int, tuple[Any, Spans | None]] = {}  # by the id of the mask

@@ -12,7 +12,7 @@ tokens' own positions. A layer whose results are not as expected is refused; the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import attrs
 import torch
@@ -21,13 +21,15 @@ from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
-from kvpolicy.integrations.transformers.forward.reaching import cut_arguments
+from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens, cut_arguments
 from kvpolicy.integrations.transformers.model.attachment import AroundLayer
 from kvpolicy.integrations.transformers.model.layer_trial import FAILURES, LayerTrial, near
 from kvpolicy.integrations.transformers.model.masks import causal_mask
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.rotary import (
     Form,
+    Gapless,
+    GivenPlaces,
     RotaryChannels,
     changes_with_length,
     channels_of,
@@ -37,9 +39,6 @@ from kvpolicy.integrations.transformers.model.rotary import (
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
-
-if TYPE_CHECKING:
-    from kvpolicy.integrations.transformers.forward.passes import PassState
 
 # Positions of the tokens with which a layer is tried.
 TRIED = (3, 11)
@@ -108,10 +107,13 @@ class LayerProbe:
         layer: PolicyLayer,
         hidden: Tensor,
         kwargs: dict[str, Any],
-        at: PassState,
+        *,
+        reach: ReachingTokens,
+        before: SeenTokens,
+        read_at: Gapless | GivenPlaces | None,
+        implementation: str,
     ) -> None:
         """Try a layer that is about to run, and note what the policy needs to know of it."""
-        reach, before, read_at = at.reach, at.before, at.read_at
         axis = reach.token_axis(hidden)
         length = hidden.shape[axis]
         last = torch.arange(max(length - 2, 0), length, device=reach.valid.device)
@@ -121,7 +123,7 @@ class LayerProbe:
             for name, value in reach.arguments(kwargs).items()
         }
         if layer.indexed is not None:  # its indexer reads the mask
-            how = at.call.implementation, hidden.dtype, hidden.device
+            how = implementation, hidden.dtype, hidden.device
             mask = causal_mask(len(last), len(last), *how)
             assert isinstance(mask, Tensor)
             here["attention_mask"] = mask.expand(hidden.shape[0], -1, -1, -1)

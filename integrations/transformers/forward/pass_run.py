@@ -196,7 +196,16 @@ class PassRun:
         """Find what the parts of the policy must know of a layer that is about to run."""
         layer = self.layers[around.index]
         if self._probe is not None and layer.attends:
-            self._probe.enter(around, layer, hidden, kwargs, self.at)
+            self._probe.enter(
+                around,
+                layer,
+                hidden,
+                kwargs,
+                reach=self._reach,
+                before=self.at.before,
+                read_at=self.at.read_at,
+                implementation=self.call.implementation,
+            )
 
     def _check_parts(self, hidden: Tensor, own: Spans | None) -> None:
         if hidden.ndim != 3 or own is not None:

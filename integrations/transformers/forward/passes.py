@@ -82,7 +82,16 @@ class PassState:
         self.started = incoming.tokens.lengths > 0
         if stage is not None and stage.started is not None:
             self.started = stage.started
-        self.masks = LayerMasks(self, made)
+        self.masks = LayerMasks(
+            call,
+            layers,
+            self.reach,
+            incoming,
+            tokens,
+            first=self.first,
+            in_prompt=made.in_prompt,
+            padding_first=made.at_queries.padding_first,
+        )
         # Where tokens are read; None if at their original positions.
         self.read_at: Gapless | GivenPlaces | None = tokens.given_places
         if incoming.skipped is not None:
