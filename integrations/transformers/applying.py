@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -86,12 +85,7 @@ class AppliedPolicy:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:

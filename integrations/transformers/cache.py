@@ -19,15 +19,13 @@ from kvpolicy.errors import CacheInUseError
 from kvpolicy.integrations.transformers.dispatched import DispatchedCache
 from kvpolicy.integrations.transformers.fitting import (
     check_adapters,
-    check_bounded,
     check_room,
-    find_heads,
     fit,
     reserved_slots,
 )
+from kvpolicy.integrations.transformers.forward.arriving import ReadState
 from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
 from kvpolicy.integrations.transformers.forward.facts import ModelFacts
-from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.forward.second_reading import check_layers
 from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.check import verdict_of
@@ -160,8 +158,6 @@ class PolicyCache(DispatchedCache):
         verdict = verdict_of(model, parts, PolicyCache)
         verdict.check(self.policy, parts.num_layers)
         fit(self._reader, parts, self._loaded_for)
-        find_heads(self._reader, parts)
-        check_bounded(self._reader)
         if placed.decides_later:
             check_layers(placed, self.layers)
         self._reader.facts = ModelFacts(parts, placed, verdict.quirks)
@@ -208,7 +204,7 @@ class PolicyCache(DispatchedCache):
             raise ValueError("cache must have read a prompt to be saved, got one that has not")
         return SavedCache(
             policy=describe(self.policy),
-            model=self._fingerprint(),
+            model=self._loaded_for or self._fingerprint(),
             tokens=reader.tokens,
             layers=reader.layers,
             propagated=dict(reader.now.propagated),
@@ -216,8 +212,6 @@ class PolicyCache(DispatchedCache):
         )
 
     def _fingerprint(self) -> ModelFingerprint:
-        if self._loaded_for is not None:
-            return self._loaded_for
         decoder = None if self._reader.filled_by is None else self._reader.filled_by()
         if decoder is None:
             raise ValueError(
@@ -407,10 +401,8 @@ class PolicyCache(DispatchedCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch ``repeats`` times, copies next to each other."""
         check_count("repeats", repeats, minimum=1)
-        if self._reader.tokens is not None:
-            rows = torch.arange(
-                self._reader.tokens.batch, device=self._reader.tokens.lengths.device
-            )
+        if (tokens := self._reader.tokens) is not None:
+            rows = torch.arange(tokens.batch, device=tokens.lengths.device)
             self._take_rows(rows.repeat_interleave(repeats))
 
     def _take_rows(self, rows: Tensor) -> None:
@@ -420,22 +412,24 @@ class PolicyCache(DispatchedCache):
             raise TypeError(f"rows must be int64 or int32, got {rows.dtype}; use rows.long()")
         if rows.dtype == torch.bool or not rows.numel():
             raise ValueError(f"rows must be indices of at least one row, got {rows}")
-        self._reader.abandon_forward()
-        if self._reader.tokens is None:
+        reader = self._reader
+        reader.abandon_forward()
+        tokens = reader.tokens
+        if tokens is None:
             return
-        if self._reader.now.chunks is not None:
+        if reader.now.chunks is not None:
             raise ValueError("rows must not change while a prompt is read in chunks")
-        if bool(((rows < 0) | (rows >= self._reader.tokens.batch)).any()):
+        if bool(((rows < 0) | (rows >= tokens.batch)).any()):
             raise ValueError(
-                f"rows must be indices of the cache's {self._reader.tokens.batch} rows, in "
-                f"[0, {self._reader.tokens.batch - 1}], got {rows.tolist()}"
+                f"rows must be indices of the cache's {tokens.batch} rows, in "
+                f"[0, {tokens.batch - 1}], got {rows.tolist()}"
             )
-        self._reader.answer.end()
-        self._reader.tokens = tokens = self._reader.tokens.take_rows(rows)
+        reader.answer.end()
+        tokens = tokens.take_rows(rows)
         for layer in self.layers:
             layer.take_rows(rows, tokens)
         passed = {
             index: positions.index_select(0, rows.to(positions.device))
             for index, positions in self.propagated.items()
         }
-        self._reader.now = attrs.evolve(self._reader.now, propagated=passed)
+        reader.now = attrs.evolve(reader.now, tokens=tokens, propagated=passed)

@@ -144,8 +144,8 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         columns = None if run is None else run.columns(layer_idx)
         if columns is not None:
             return columns.keys, 0
-        if self._reader.makes_masks:  # a mask of all slots would not be used
-            return query_length, self.get_seq_length(layer_idx)
+        if run is not None and run.made.in_prompt and not run.at.first:
+            return query_length, self.get_seq_length(layer_idx)  # since layers get other masks
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
 
@@ -154,7 +154,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
 
         An attention module that computes distances gets the offset of its own queries instead.
         """
-        run = self._reader.run and self._reader.at_work
+        run = self._reader.at_work
         columns = None if run is None else run.columns(layer_idx)
         return self.get_seq_length(layer_idx) if columns is None else columns.query_offset
 

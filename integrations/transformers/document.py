@@ -173,9 +173,7 @@ class ReadDocument:
         fork.batch_repeat_interleave(len(rows) * beams_of(self._model, generation))
         with fork.appending():
             output = self._model.generate(
-                ids,
-                attention_mask=mask,
-                **{CACHE: fork, "pad_token_id": pad, **generation},
+                ids, attention_mask=mask, **{CACHE: fork, "pad_token_id": pad, **generation}
             )
         sequences = output if isinstance(output, Tensor) else output.sequences
         decoded: list[str] = self._tokenizer.batch_decode(
@@ -259,12 +257,7 @@ def beams_of(model: Any, generation: Mapping[str, Any]) -> int:
     return 1 if beams is None else check_count("num_beams", beams, minimum=1)
 
 
-def read(
-    model: Any,
-    cache: PolicyCache,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-) -> None:
+def read(model: Any, cache: PolicyCache, input_ids: Tensor, attention_mask: Tensor | None) -> None:
     """Read prompts, or the texts they begin with, into a cache under its policy.
 
     Args:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
-
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
 from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
@@ -47,6 +45,8 @@ def fit(reader: ForwardDispatcher, parts: ModelParts, loaded_for: ModelFingerpri
         _move_to(reader, parts)
     if reader.tokens is not None and parts.implementation in FLASH:
         _check_flash(reader, parts)
+    _find_heads(reader, parts)
+    _check_bounded(reader)
 
 
 def reserved_slots(policy: CachePolicy, longest: int | None) -> int:
@@ -75,7 +75,7 @@ def check_room(reader: ForwardDispatcher, parts: ModelParts, longest: int | None
     )
 
 
-def check_bounded(reader: ForwardDispatcher) -> None:
+def _check_bounded(reader: ForwardDispatcher) -> None:
     """Check that every layer can evict by the policy's rule while an answer is decoded."""
     if reader.policy.decoding is None:
         return
@@ -133,7 +133,7 @@ def _check_kinds(reader: ForwardDispatcher, parts: ModelParts) -> None:
             )
 
 
-def find_heads(reader: ForwardDispatcher, parts: ModelParts) -> None:
+def _find_heads(reader: ForwardDispatcher, parts: ModelParts) -> None:
     """Find, for each layer, which heads this process has and whether queries can be observed."""
     tp_size = getattr(parts.model, "tp_size", None) or 1
     for layer, attention in zip(reader.layers, parts.attentions, strict=True):
@@ -151,20 +151,16 @@ def _move_to(reader: ForwardDispatcher, parts: ModelParts) -> None:
     # The dtype of the embeddings, since weights of layers may be quantised.
     dtype = next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
     for index, layer in enumerate(reader.layers):
-        if layer.held is not None and layer.held.dtype != dtype:
-            _check_precision(reader, layer.held.dtype, dtype)
+        saved = dtype if layer.held is None else layer.held.dtype
+        if saved != dtype and any(each.state_nbytes() for each in reader.layers):
+            raise ValueError(
+                f"model must have the precision in which the saved cache was filled, {saved}, if "
+                f"it has recurrent layers or has read images, got {dtype}; their states are stored "
+                "in this precision"
+            )
         # A layer with a window has a record of its own between the chunks of a prompt.
         tokens, device = layer.tokens or reader.tokens, parts.device_of(index)
         layer.move_to(device, dtype, tokens.to(device))
-
-
-def _check_precision(reader: ForwardDispatcher, saved: torch.dtype, own: torch.dtype) -> None:
-    if any(layer.state_nbytes() for layer in reader.layers):
-        raise ValueError(
-            f"model must have the precision in which the saved cache was filled, {saved}, if it "
-            f"has recurrent layers or has read images, got {own}; their states are stored in this "
-            "precision"
-        )
 
 
 def check_adapters(model: Any) -> None:

@@ -20,8 +20,8 @@ from kvpolicy.integrations.transformers.applying import applied_to
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.continuation import Given
 from kvpolicy.integrations.transformers.forward.lent_answer import LentAnswer
-from kvpolicy.integrations.transformers.forward.static_steps import IMPLEMENTATIONS
 from kvpolicy.integrations.transformers.model.both_ways import cuts_of
+from kvpolicy.integrations.transformers.model.masks import DENSE
 from kvpolicy.integrations.transformers.surface import (
     ATTN_IMPLEMENTATION,
     CACHE,
@@ -109,35 +109,27 @@ def _check_is_no_policy(cache: Any) -> None:
 class Turn:
     """The settings of one turn: a new prompt given to `generate`, and the answer to it.
 
-    See `ForwardDispatcher.new_turn`.
-
     Args:
         given: The inputs of the call.
-        may_be_static: Whether the answer may be decoded into buffers of a fixed size.
-        in_parts: Whether the prompt may be read in several forwards, or with draft tokens behind
-            it.
-        takes_back: Whether tokens that were read may be removed again, as rejected draft tokens
-            are.
-        unhooked: The largest number of answer tokens, if these may be decoded without hooks; None
-            if they may not.
+        drafts: Whether tokens that were read may be removed again, as rejected draft tokens are.
+        prompt_end: See `ForwardDispatcher.new_turn`, as of the other settings.
     """
 
     given: Given
+    drafts: bool
+    prompt_end: int | None
     may_be_static: bool
-    in_parts: bool
-    takes_back: bool
     unhooked: int | None
 
     def of(self, cache: PolicyCache) -> AbstractContextManager[None]:
         """Return the context manager in which an attached cache reads and answers this turn."""
-        if self.takes_back and not all(layer.is_croppable for layer in cache.layers):
+        if self.drafts and not all(layer.is_croppable for layer in cache.layers):
             raise UnsupportedGenerationError(
                 "assistant_model and prompt_lookup_num_tokens must be None with a model that has "
                 "recurrent layers, since draft tokens cannot be removed from their state"
             )
-        prompt_end = self.given.context_len if self.in_parts else None
         return cache._reader.new_turn(
-            prompt_end, may_be_static=self.may_be_static, unhooked=self.unhooked
+            self.prompt_end, may_be_static=self.may_be_static, unhooked=self.unhooked
         )
 
 
@@ -233,18 +225,16 @@ def check_generation(
             f"generation mode must be one of {', '.join(each.value for each in MODES)} with a "
             f"PolicyCache, got {mode.value}, which Transformers itself no longer has"
         )
-    chunked = config.prefill_chunk_size is not None
+    chunk, drafts = config.prefill_chunk_size, mode == GenerationMode.ASSISTED_GENERATION
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     drops = bool(cache.policy.propagation.acting_layers(num_layers))
-    if mode == GenerationMode.ASSISTED_GENERATION and cache.policy.decoding is not None:
+    if drafts and cache.policy.decoding is not None:
         raise UnsupportedGenerationError(
             "assistant_model and prompt_lookup_num_tokens must be None with a policy that evicts "
             f"while it decodes, got {cache.policy}: tokens that it evicts for rejected draft "
             "tokens cannot come back"
         )
-    if mode == GenerationMode.ASSISTED_GENERATION and (
-        config.output_attentions or (config.output_hidden_states and drops)
-    ):
+    if drafts and (config.output_attentions or (config.output_hidden_states and drops)):
         raise UnsupportedGenerationError(
             "output_attentions must be False in assisted generation with a PolicyCache, and so "
             "must output_hidden_states if tokens are dropped: they would be cut at the wrong "
@@ -267,23 +257,19 @@ def check_generation(
         )
     given = Given.of(args, kwargs)
     given.check_continues(cache._reader.tokens)
-    if config.prefill_chunk_size is not None:
-        _check_chunks(model, given, kwargs, config.prefill_chunk_size, cache._reader.seen)
+    if chunk is not None:
+        _check_chunks(model, given, kwargs, chunk, cache._reader.seen)
     _check_model_keeps_cache(model, cache, config, given)
     # Continuous batching takes no stopping criteria, by which ids are noted.
     alone = kwargs.get("custom_generate") is None and held != "paged"
-    alone = alone and mode in (
-        GenerationMode.GREEDY_SEARCH,
-        GenerationMode.SAMPLE,
-    )
+    alone = alone and mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+    # Attention weights would be as wide as the fixed buffers.
+    may_be_static = alone and chunk is None and not config.output_attentions
     return Turn(
         given,
-        in_parts=chunked or mode == GenerationMode.ASSISTED_GENERATION,
-        # Attention weights would be as wide as the fixed buffers.
-        may_be_static=not (chunked or config.output_attentions)
-        and alone
-        and getattr(model.config, ATTN_IMPLEMENTATION) in IMPLEMENTATIONS,
-        takes_back=mode == GenerationMode.ASSISTED_GENERATION,
+        drafts,
+        prompt_end=given.context_len if drafts or chunk is not None else None,
+        may_be_static=may_be_static and getattr(model.config, ATTN_IMPLEMENTATION) in DENSE,
         unhooked=_answer_len(config, given) if alone else None,
     )
 

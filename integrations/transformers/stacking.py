@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpolicy.integrations.transformers.cache import PolicyCache
-from kvpolicy.integrations.transformers.forward.read_state import ReadState
+from kvpolicy.integrations.transformers.forward.arriving import ReadState
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.storage import PlainStorage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.cache import PolicyCache
+from kvpolicy.integrations.transformers.forward.arriving import ReadState
 from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
 from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts
 from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
 from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
-from kvpolicy.integrations.transformers.forward.passes import AtQueries, Pass, PassState
+from kvpolicy.integrations.transformers.forward.passes import AtQueries, Pass, PassState, Stored
 from kvpolicy.integrations.transformers.forward.plan import Arrival
-from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.forward.selecting import Select, choose
 from kvpolicy.integrations.transformers.forward.stage import NO_LAYERS, StagePiece
 from kvpolicy.integrations.transformers.model.attachment import AroundLayer
@@ -148,9 +148,7 @@ def read_together(
     return found
 
 
-def _by_name(
-    policies: Mapping[str, CachePolicy] | Sequence[CachePolicy],
-) -> dict[str, CachePolicy]:
+def _by_name(policies: Mapping[str, CachePolicy] | Sequence[CachePolicy]) -> dict[str, CachePolicy]:
     """Return policies by name; see `read_together`."""
     if isinstance(policies, Mapping):
         named = dict(policies)
@@ -199,11 +197,7 @@ def _shared(
     """Read a prompt into several attached caches, with one forward of another cache.
 
     ``read`` reads the prompt into a cache, only its last token if ``whole`` is False, and returns
-    its last logits.
-
-    Returns:
-        The logits of the prompt's last token, by name. A name is missing if its cache has read
-        nothing, since it must read alone.
+    its last logits. These are returned by name, but for caches that must read alone.
     """
     followers = [_Follower(name, each) for name, each in caches.items()]
     if len(followers) < 2:
@@ -235,7 +229,6 @@ class _Sharing(Select):
     known: dict[Scorer, Tensor] | None = None
 
     def saliency(self, at: PassState, context: LayerContext) -> Tensor | None:
-        """See `Select.saliency`."""
         policy, scorer = at.policy, at.policy.scorer
         alike = policy.decoding is None and not policy.gapless and policy._selects_by_saliency
         if self.known is None or scorer is None or not alike or not policy._is_tested(scorer):
@@ -254,12 +247,7 @@ class _Follower:
 
     Behind its first drop it runs the layers for its own tokens.
 
-    Args:
-        name: The name of its policy.
-        cache: The cache, attached to the model.
-
     Attributes:
-        select: What its policy does at each layer.
         run: Its pass, as if it were reading alone.
         output: The last layer's output for its own tokens; None if all tokens have reached it.
     """
@@ -288,16 +276,12 @@ class _Follower:
 
     def begin(self, call: Call, arrival: Arrival) -> None:
         """Begin a forward of the leader's, which is at no layer yet."""
-        own = self.facts
-        facts = ModelFacts(own.parts, own.policy, own.quirks, call.model.form)
+        facts = self.facts
+        facts.form = call.model.form
         probe = LayerProbe.of(facts.parts, facts.policy)
         call = attrs.evolve(call, model=facts, probe=probe)
         made = Pass(
-            arrival.incoming,
-            self.select,
-            main=True,
-            narrows=True,
-            features=arrival.features,
+            arrival.incoming, self.select, main=True, narrows=True, features=arrival.features
         )
         self.cache._reader.run = self.run = PassRun(call, self.cache.layers, made)
 
@@ -305,7 +289,7 @@ class _Follower:
         self,
         index: int,
         inputs: AttentionInputs,
-        stored: tuple[Tensor, Tensor],
+        stored: Stored,
         leading: PolicyLayer,
         known: dict[Scorer, Tensor],
     ) -> None:
@@ -353,12 +337,7 @@ class _Follower:
 
 
 class _Leading(Select):
-    """A pass's choice to hold nothing itself, and to show each layer to the caches that follow.
-
-    Args:
-        cache: The leading cache.
-        followers: The others.
-    """
+    """A pass's choice to hold nothing itself, and to show each layer to the caches that follow."""
 
     def __init__(self, cache: PolicyCache, followers: Sequence[_Follower]) -> None:
         super().__init__()
@@ -375,37 +354,21 @@ class _Leading(Select):
             arriving = attrs.evolve(reader._arriving(ends=True), model=each.facts)
             with _of_policy(each.name):
                 arriving.check(reader._given, arrival.incoming)
-        yield Pass(
-            arrival.incoming,
-            self,
-            main=True,
-            features=arrival.features,
-            around=self.layer,
-        )
+        yield Pass(arrival.incoming, self, main=True, features=arrival.features, around=self.layer)
 
     def begin(self, at: PassState) -> None:
-        """See `AtQueries.begin`."""
         super().begin(at)
         for each in self._followers:
             with _of_policy(each.name):
                 each.begin(at.call, self._arrival)
 
     def left_alone(self, at: PassState) -> frozenset[int]:
-        """See `AtQueries.left_alone`."""
+        if any(each.run.call.probe is not None for each in self._followers):
+            return frozenset()
         first = min(self._drops, default=len(at.layers))
         return frozenset(index for index in super().left_alone(at) if index < first)
 
-    def probe(self, call: Call) -> LayerProbe | None:
-        """See `AtQueries.probe`."""
-        asking = [each for each in self._followers if each.run.call.probe is not None]
-        if not asking:
-            return None
-        return _Probes(call.model.parts, call.model.policy, False, False, followers=asking)
-
-    def observe(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
-    ) -> None:
-        """See `AtQueries.observe`."""
+    def observe(self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored) -> None:
         known: dict[Scorer, Tensor] = {}
         for each in self._followers:
             if each.follows(index):
@@ -417,42 +380,27 @@ class _Leading(Select):
     ) -> Any:
         """Run a layer for all tokens, and for the tokens of each follower that has dropped some."""
         index = around.index
+        for each in self._followers:
+            if index == 0:
+                each.run.at.reach.check(around.module, hidden)
+            if each.follows(index):
+                with _of_policy(each.name):
+                    each.run.try_layer(around, hidden, kwargs)
         if self._last is None or index <= self._last:
             output = run.run_layer(around, hidden, kwargs)
         else:
             run.updated.add(index)
             output = run.call.model.form.of(hidden)
         for each in self._followers:
-            if index == 0:
-                each.run.at.reach.check(around.module, hidden)
             with _of_policy(each.name):
                 each.layer(around, kwargs, output)
         return output
 
     def finish(self, at: PassState) -> SeenTokens:
-        """See `AtQueries.finish`."""
         for each in self._followers:
             if each.output is None:
                 each.run.at.last_hidden = at.last_hidden
         return at.tokens
-
-
-@attrs.frozen(eq=False)
-class _Probes(LayerProbe):
-    """The finders of several caches, each of which looks at the same layers of the model."""
-
-    followers: Sequence[_Follower] = ()
-
-    def check_places(self, tokens: SeenTokens) -> None:
-        """See `LayerProbe.check_places`; a first prompt has no earlier places."""
-
-    def enter(self, around: AroundLayer, layer: PolicyLayer, *args: Any, **kwargs: Any) -> None:
-        """See `LayerProbe.enter`; ``layer`` is the leader's."""
-        for each in self.followers:
-            probe = each.run.call.probe
-            if probe is not None and each.follows(around.index):
-                with _of_policy(each.name):
-                    probe.enter(around, each.cache.layers[around.index], *args, **kwargs)
 
 
 def _ended(arrival: Arrival, hidden: Tensor) -> Passes:

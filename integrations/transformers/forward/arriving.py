@@ -1,4 +1,4 @@
-"""Read and check the arguments of a forward before the forward runs."""
+"""Read and check a forward's arguments before it runs, by what the cache has read so far."""
 
 from __future__ import annotations
 
@@ -11,12 +11,40 @@ from torch import Tensor
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
+from kvpolicy.integrations.transformers.forward.chunks import Chunks
 from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, inputs_of, read_inputs
-from kvpolicy.integrations.transformers.forward.read_state import ReadState
-from kvpolicy.integrations.transformers.forward.restart import check_positions
 from kvpolicy.integrations.transformers.forward.second_reading import check_tokens
 from kvpolicy.integrations.transformers.model.both_ways import cuts_of, types_in
+from kvpolicy.integrations.transformers.state.layers import LayersHeld
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.policy import CachePolicy
+
+
+@attrs.frozen(eq=False)
+class ReadState:
+    """An immutable record of what a cache has read; by default it has read nothing.
+
+    It has all that forwards change in a cache, so that undoing a forward is one assignment; see
+    "Undo, copies, threads" in docs/architecture.md.
+
+    Args:
+        propagated: For each layer that dropped tokens in the last prompt, the positions it passed
+            on.
+        starts_turn: Whether the next forward starts a turn, so that the policy acts on it.
+        prompt_end: Number of columns seen at the end of the prompt that is being read; None if it
+            ends with the next forward.
+        chunks: The record of the earlier chunks of this prompt; None if there were none.
+        layers: What the layers hold, as it was when this was recorded; None in the state that a
+            cache is in.
+    """
+
+    tokens: SeenTokens | None = None
+    propagated: Mapping[int, Tensor] = attrs.field(factory=dict)
+    starts_turn: bool = False
+    prompt_end: int | None = None
+    chunks: Chunks | None = None
+    layers: LayersHeld | None = None
 
 
 @attrs.define(eq=False)
@@ -85,13 +113,7 @@ def _is_plain(mask: Any) -> bool:
 
 @attrs.frozen(eq=False)
 class Arriving:
-    """A forward whose arguments are about to be checked, with its outer call and the cache's state.
-
-    Args:
-        starts: Whether the policy acts on the forward, or at the end of the prompt that it belongs
-            to.
-        ends: Whether the policy acts at its end.
-    """
+    """A forward whose arguments are about to be checked; see `Arrival`."""
 
     model: ModelFacts
     outer: OuterCall
@@ -109,10 +131,6 @@ class Arriving:
         Returns what the forward asks for, its tokens, and features to add to hidden states between
         layers in place of the decoder. If a model around the decoder makes the masks, the decoder
         gets these, and padding is read from the mask that the outer model was called with.
-
-        Raises:
-            UnsupportedModelError: The policy cannot act on this forward of the model, for example
-                because the context exceeds a sliding window.
         """
         model, parts, outer, starts = self.model, self.model.parts, self.outer, self.starts
         if parts.own_caches_only:
@@ -120,12 +138,15 @@ class Arriving:
         made = arguments.get("attention_mask")
         outside, arguments = outer.masks_made_outside(arguments)
         features = AddedFeatures.of(arguments) if starts else None
+        seen, end = 0 if self.now.tokens is None else self.now.tokens.seen, self.now.prompt_end
+        # The prompt may go on behind the forward's tokens, in another block.
+        goes_on = end is not None and seen + inputs_of(arguments).shape[1] < end
         incoming = read_inputs(
             arguments if features is None else features.without(arguments),
             self.now.tokens,
             acts=starts and self.ends,
             starts=starts and self.now.chunks is None,
-            ends=self.ends and not (starts and self._goes_on(arguments)),
+            ends=self.ends and not (starts and goes_on),
         )
         kinds = outer.take_kinds(incoming.columns)
         incoming = attrs.evolve(incoming, ids=outer.ids_of(arguments), kinds=kinds)
@@ -137,12 +158,6 @@ class Arriving:
             incoming = attrs.evolve(incoming, arguments=taken)
         call = Call.of(model, arguments, own_masks=outside, keep_last=outer.keep_last)
         return call, incoming, features
-
-    def _goes_on(self, arguments: dict[str, Any]) -> bool:
-        """True if the prompt goes on behind the forward's tokens, in another block."""
-        seen = 0 if self.now.tokens is None else self.now.tokens.seen
-        end = self.now.prompt_end
-        return end is not None and seen + inputs_of(arguments).shape[1] < end
 
     def check(self, arguments: dict[str, Any], incoming: Incoming) -> None:
         """Check that the policy can act on the forward's tokens and positions; see `read`."""
@@ -226,4 +241,32 @@ def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
             f"one token at a time must follow what the cache has read, got {valid.shape[1]}: if "
             "the model's recurrent layers read several, they start from an empty state, with any "
             "cache; give the whole conversation to a new PolicyCache, in one forward"
+        )
+
+
+def check_positions(policy: CachePolicy, incoming: Incoming) -> None:
+    """Check that given position ids count each row's own tokens from 0, as the policy needs."""
+    given = incoming.arguments.get("position_ids")
+    if given is None:
+        return
+    why = f"{policy.propagation} restarts the prefill"
+    if policy.gapless:
+        why = f"{policy} rotates keys to positions without gaps"
+    own = incoming.tokens.rotary_positions_of(incoming.new_valid)
+    given = given.to(own.device)
+    given = given.expand(*given.shape[:-2], *own.shape)  # there may be axes before the rows
+    unlike = ((given != own) & incoming.new_valid).nonzero()
+    if len(unlike) and given.ndim > 2:
+        raise ValueError(
+            f"position_ids must be the same on every axis if {why}, but an image's tokens have "
+            "several; use another policy"
+        )
+    if len(unlike):
+        row, column = unlike[0].tolist()
+        skipped = incoming.tokens.skipped
+        left_out = 0 if skipped is None else int(skipped[row])
+        raise ValueError(
+            f"position_ids must count each row's own tokens from 0 if {why}: "
+            f"{int(own[row, column]) + left_out} for a token of row {row}, got "
+            f"{int(given[row, column]) + left_out}; leave position_ids out"
         )

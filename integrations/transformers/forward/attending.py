@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.blocks import Narrowed
 from kvpolicy.integrations.transformers.forward.facts import Call
-from kvpolicy.integrations.transformers.forward.indexers import with_positions
-from kvpolicy.integrations.transformers.forward.narrowing import Narrowed
+from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.forward.packed_attention import packed_attention
 from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassState
-from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.model.mask_arguments import MaskArguments
 from kvpolicy.integrations.transformers.model.masks import FLASH, Mask, Spans
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs, is_plain
@@ -31,9 +30,7 @@ class _SharedKeys:
     Args:
         keys: ``[batch, 1 or kv_heads, key_len]`` int64 original positions, -1 on padding.
         queries: ``[batch, query_len]`` int64, those of the tokens that reach their own layer.
-        mask: The mask of these tokens.
         own: What they see by the model's own mask; None if this is causal.
-        layer: The layer in the cache.
     """
 
     keys: Tensor
@@ -41,6 +38,55 @@ class _SharedKeys:
     mask: Mask
     own: Spans | None
     layer: PolicyLayer
+
+
+@attrs.frozen(eq=False)
+class Columns:
+    """A record of the input columns that the cache reports to an attention module.
+
+    Some modules, or their model for them, ask for the columns of queries and keys, count on from
+    there without gaps, and give their attention function a bias for every pair. Evicted tokens
+    leave gaps. So keys are said to be in all columns seen, from 0 on, and of the bias the entries
+    of the keys that are held are taken, head by head. Rows may have different gaps, but a module
+    takes one column for the queries of all rows: the largest one of any row. Scorers do not see the
+    bias, and restarts are refused.
+
+    Args:
+        keys: Number of columns seen, the new ones included.
+        queries: ``[query_len]`` int64, each below ``keys``.
+    """
+
+    keys: int
+    queries: Tensor
+
+    @property
+    def query_offset(self) -> Tensor:
+        """The numbers to add to 0, 1, ... to get the columns of the queries: ``[query_len]``."""
+        return self.queries - torch.arange(len(self.queries), device=self.queries.device)
+
+    @property
+    def distances(self) -> Tensor:
+        """The columns from each key to each query: ``[query_len, keys]``."""
+        return self.queries[:, None] - torch.arange(self.keys, device=self.queries.device)
+
+    def taken(
+        self, arguments: dict[str, Any], queries: Tensor, keys: Tensor, query_heads: int
+    ) -> dict[str, Any]:
+        """Cut the biases for query-key pairs in attention arguments to the keys in the cache.
+
+        ``queries`` and ``keys`` are original positions, -1 on padding.
+        """
+        distances = queries[:, None, :, None] - keys[:, :, None, :]
+        columns = self.queries.to(keys.device)[:, None] - distances
+        columns = columns.clamp(0, self.keys - 1)
+        columns = columns.repeat_interleave(query_heads // columns.shape[1], dim=1)
+        pairs = (len(self.queries), self.keys)
+        return {
+            name: each.gather(-1, columns.expand(*each.shape[:2], -1, -1))
+            if isinstance(each, Tensor) and each.ndim == 4 and each.shape[2:] == pairs
+            else each
+            for name, each in arguments.items()
+        }
 
 
 class LayerAttention:
@@ -54,8 +100,8 @@ class LayerAttention:
         told: The columns that the cache has given its attention for keys and queries; None if its
             attention has not asked.
         told_or_masked: The layers that were given a mask, or have asked for these columns.
-        own_keys: The layers whose attention function was given the keys that the cache gave.
-        plain: Those of them that hold padding, and whose attention is a plain softmax.
+        plain: The layers that hold padding, and whose attention is a plain softmax over the keys
+            that the cache gave.
     """
 
     def __init__(self, call: Call, made: Pass, at: PassState) -> None:
@@ -69,7 +115,6 @@ class LayerAttention:
         self.narrowed: Narrowed | None = None
         self.told: Columns | None = None
         self.told_or_masked: set[int] = set()
-        self.own_keys: set[int] = set()
         self.plain: set[int] = set()
         self._shared: dict[int, _SharedKeys] = {}
         self._padding_of: tuple[Tensor, Tensor | None] | None = None
@@ -100,9 +145,10 @@ class LayerAttention:
         self.packed = (
             self._appends and isinstance(layer.contents.held, Packed) and masks.enter_packed(index)
         )
-        kwargs, distances = self._distances(index, kwargs)
+        told = None if kwargs.get(DISTANCES) is None else self.columns(index)
         here = kwargs if self._reach.slots is None else self._reach.arguments(kwargs)
-        here = here if distances is None else {**here, DISTANCES: distances}
+        if told is not None:
+            here = {**here, DISTANCES: told.distances.to(kwargs[DISTANCES].device)}
         self.note_places(here)
         if self.packed:  # needs no mask, and no positions to make one
             return {**here, "attention_mask": None}
@@ -110,7 +156,7 @@ class LayerAttention:
         if attended is not None and not (self._at.first and self._made.incoming.order is None):
             masks.enter(layer)
             heads = 1 if layer.held is None else layer.held.shape[1]
-            attended.note(index, masks.positions(layer, heads, hidden.device))
+            attended.positions[index] = masks.positions(layer, heads, hidden.device)
         if layer.indexed is not None:
             return self._for_indexer(index, layer.indexed, hidden, here)
         here = masks.arguments(index, hidden, here)
@@ -122,22 +168,11 @@ class LayerAttention:
             self._shared[index] = _SharedKeys(keys, places, mask, masks.own(kwargs), layer)
         return here
 
-    def _distances(
-        self, index: int, kwargs: dict[str, Any]
-    ) -> tuple[dict[str, Any], Tensor | None]:
-        """Return a layer's arguments without distances of queries and keys, and these."""
-        given = kwargs.get(DISTANCES)
-        if given is None:
-            return kwargs, None
-        others = {name: each for name, each in kwargs.items() if name != DISTANCES}
-        told = self.columns(index)
-        return others, given if told is None else told.distances.to(given.device)
-
     def _for_indexer(
         self, index: int, layer: IndexedLayer, hidden: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the arguments of a layer with an indexer that reads masks and positions itself."""
-        own, masks = kwargs.get("attention_mask"), self._masks
+        own, masks, batch = kwargs.get("attention_mask"), self._masks, hidden.shape[0]
         if isinstance(own, Tensor) and own.ndim == 2:  # of tokens, from which it makes its own
             masks.enter(layer)
             kwargs = {**kwargs, "attention_mask": self._reach.valid.to(hidden.device)}
@@ -146,8 +181,19 @@ class LayerAttention:
             mask = kwargs["attention_mask"]
             mask = masks.mask(index, hidden) if mask is None else mask
             assert isinstance(mask, Tensor)
-            kwargs = {**kwargs, "attention_mask": mask.expand(hidden.shape[0], -1, -1, -1)}
-        return with_positions(layer, hidden, kwargs, self._call.model.rotary, masks.order)
+            kwargs = {**kwargs, "attention_mask": mask.expand(batch, -1, -1, -1)}
+        if layer.blocks:  # blocks are counted by slot
+            slots = torch.arange(hidden.shape[1], device=hidden.device) + layer.kept_len
+            kwargs = {**kwargs, "position_ids": slots.expand(batch, -1)}
+        places = layer.places()
+        if places is None:
+            return kwargs
+        # Index keys are rotated late, those held by the decoder's rotary embedding.
+        held, new = self._call.model.rotary(hidden, places), kwargs["position_embeddings"]
+        turns = tuple(torch.cat(pair, dim=1) for pair in zip(held, new, strict=True))
+        if masks.order is not None:
+            turns = tuple(take_columns(each, masks.order[:, 0]) for each in turns)
+        return {**kwargs, "position_embeddings": turns}
 
     def _for_borrower(
         self, index: int, producer: int, hidden: Tensor, kwargs: dict[str, Any]
@@ -155,7 +201,7 @@ class LayerAttention:
         """Return the arguments to call a layer with that attends to another layer's keys."""
         shared = self._shared[producer]
         if self._call.attended is not None:
-            self._call.attended.note(index, shared.keys)
+            self._call.attended.positions[index] = shared.keys
         here, implementation = self._reach.arguments(kwargs), self._call.implementation
         if implementation in FLASH and "position_ids" in here:
             here = {**here, "position_ids": None}  # see `attend`, which it does not come to
@@ -241,10 +287,8 @@ class LayerAttention:
             return blocks.attend(attend, module, query, key, value, **kwargs), None
         if blocks is not None:  # the module adds a bias that it made for all keys
             mask = masks.mask(inside, query)
-        own = key is given[0] and value is given[1]
-        plain = own and layer.contents.padded and reach.count == 1 and is_plain(attend, kwargs)
-        if own:
-            self.own_keys.add(inside)
+        plain = key is given[0] and value is given[1] and layer.contents.padded
+        plain = plain and reach.count == 1 and is_plain(attend, kwargs)
         if plain:
             self.plain.add(inside)
         if self.packed:

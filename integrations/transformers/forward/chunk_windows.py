@@ -12,7 +12,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.forward.passes import PassState
+from kvpolicy.integrations.transformers.forward.layer_contexts import widened
+from kvpolicy.integrations.transformers.forward.passes import PassState, Stored
 from kvpolicy.integrations.transformers.model.masks import first_seen
 from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.selection import compress
@@ -41,7 +42,7 @@ class ChunkWindows:
         """True if all rows outgrow a layer's window, so that the policy never chooses there."""
         return index in self.layers and min(self._at.seen_len) > self._windows[index]
 
-    def narrow(self, index: int, stored: tuple[Tensor, Tensor], *, one_choice: bool) -> Tensor:
+    def narrow(self, index: int, stored: Stored, *, one_choice: bool) -> Tensor:
         """Evict what a layer's window no longer sees after the chunk; return the slots held."""
         at, window, keys = self._at, self._windows[index], stored[0]
         layer, heads = at.layers[index], 1 if one_choice else keys.shape[1]
@@ -56,9 +57,8 @@ class ChunkWindows:
             slots = torch.arange(keys.shape[2] - counts[0], keys.shape[2], device=keys.device)
             kept = slots.expand(*positions.shape[:2], -1)
         whole = None if counts is None else counts[0] == keys.shape[2]
-        observed, carried = layer.observed, layer.observed.carried
-        if carried is not None:
-            carried = torch.nn.functional.pad(carried, (0, 0, 0, keys.shape[2] - carried.shape[2]))
+        observed = layer.observed
+        carried = None if observed.carried is None else widened(observed.carried, keys.shape[2])
         # Tokens are chosen before quantisation, since a prompt's own tokens attend to exact keys.
         storage = layer.storage.beside()
         layer.store(

@@ -12,18 +12,16 @@ a token before the prompt's end, whatever the policy: all later tokens of the pr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
 from kvpolicy.declarations import declares
 from kvpolicy.integrations.transformers.forward.chunk_windows import ChunkWindows
-from kvpolicy.integrations.transformers.forward.layer_contexts import History, InPrompt
-from kvpolicy.integrations.transformers.forward.passes import PassState
+from kvpolicy.integrations.transformers.forward.layer_contexts import History, InPrompt, widened
+from kvpolicy.integrations.transformers.forward.passes import PassState, Stored
 from kvpolicy.integrations.transformers.forward.stage import StagedPrompt
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.layer_inputs import DecodingInputs
@@ -86,10 +84,6 @@ class Chunks:
         """The layers of which queries are held."""
         return frozenset(index for _, queries in self.parts for index in queries)
 
-    def _joined(self, index: int, queries: Tensor) -> Tensor:
-        held = [each[index] for _, each in self.parts]
-        return torch.cat([*held, queries], dim=2) if held else queries
-
     def first_needed(self, valid: Tensor) -> int:
         """Return the column where the trailing queries begin that the policy looks at."""
         if self.num_queries is None:
@@ -106,10 +100,10 @@ class Chunks:
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)
         if self.num_queries is not None:
             order = order[:, max(order.shape[1] - self.num_queries, 0) :]
-        joined = self._joined(index, queries)
+        held = [each[index] for _, each in self.parts]
+        joined = torch.cat([*held, queries], dim=2) if held else queries
         places = order.to(joined.device)[:, None, :, None]
-        places = places.expand(-1, joined.shape[1], -1, joined.shape[3])
-        return joined.gather(2, places)
+        return joined.gather(2, places.expand(-1, joined.shape[1], -1, joined.shape[3]))
 
     def prompt_valid(self, new_valid: Tensor) -> Tensor:
         """Return which columns of the whole prompt are tokens, moved behind each row's padding."""
@@ -155,9 +149,7 @@ class Remember(InPrompt):
         for index in layers or self.holding_anew:
             self._windows.settle(index)
 
-    def observe(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
-    ) -> None:
+    def observe(self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored) -> None:
         """Remember a layer's queries, or the state of a scorer that sums over all queries."""
         layer = at.layers[index]
         expands = inputs.keys.shape[1] != stored[0].shape[1]
@@ -173,27 +165,20 @@ class Remember(InPrompt):
             if index in self._carried:
                 self._carried[index] = gather_slots(self._carried[index], kept)
 
-    def _remember(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
-    ) -> None:
+    def _remember(self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored) -> None:
         queries = inputs.queries
         needed = self._only is None or index in self._only or index in self.history.layers
         if self._sums and needed:
             scorer, before = at.policy.scorer, self._before.carried.get(index)
             assert scorer is not None
             context = self.context(at, index, inputs, stored)
-            wide = None if before is None else _wider(before, context.key_len)
+            wide = None if before is None else widened(before, context.key_len)
             context = attrs.evolve(context, decoding=DecodingInputs(wide))
             with without_autocast(context.keys.device):
                 self._carried[index] = updated(scorer, context, self.checks)[1]
         elif at.policy.num_queries != 0 and needed:
             first = self._first_needed
             self._queries[index] = queries[:, :, first:].clone() if first else queries
-
-    def finish(self, at: PassState) -> Any:
-        """See `AtQueries.finish`."""
-        self.checks.look()
-        return super().finish(at)
 
 
 class AtEnd(InPrompt):
@@ -222,12 +207,10 @@ class AtEnd(InPrompt):
 
     def summed(self, at: PassState, context: LayerContext) -> Tensor:
         """Return the saliency of a layer's keys, whose scorer has summed over the chunks before."""
-        carried = _wider(self.carried[context.layer_idx], context.key_len)
+        carried = widened(self.carried[context.layer_idx], context.key_len)
         order = at.masks.order
         if order is not None:
-            carried = gather_slots(
-                carried, order.to(carried.device).expand(-1, carried.shape[1], -1)
-            )
+            carried = gather_slots(carried, order.to(carried.device))
         # The queries are those of the last chunk alone.
         valid = at.reach.valid.to(context.keys.device)
         context = attrs.evolve(context, decoding=DecodingInputs(carried), new_valid=valid)
@@ -243,8 +226,3 @@ def sums_over_all(policy: CachePolicy) -> bool:
     if policy.decoding is not None and policy.decoding.state_size:
         return False
     return declares(policy.scorer, "accumulates")
-
-
-def _wider(carried: Tensor, key_len: int) -> Tensor:
-    """Extend a scorer's state with 0 for the keys of new tokens."""
-    return pad(carried, (0, 0, 0, key_len - carried.shape[2]))

@@ -18,7 +18,7 @@ from kvpolicy.integrations.transformers.forward.added_features import (
     span_with_features,
     without_seen,
 )
-from kvpolicy.integrations.transformers.forward.arriving import Arriving, OuterCall
+from kvpolicy.integrations.transformers.forward.arriving import Arriving, OuterCall, ReadState
 from kvpolicy.integrations.transformers.forward.chunks import Chunks
 from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts, keeps_everything
 from kvpolicy.integrations.transformers.forward.inputs import inputs_of
@@ -27,7 +27,6 @@ from kvpolicy.integrations.transformers.forward.output_order import joined_outpu
 from kvpolicy.integrations.transformers.forward.pass_run import Passes, PassRun
 from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassEnded
 from kvpolicy.integrations.transformers.forward.plan import Arrival
-from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -138,12 +137,6 @@ class ForwardDispatcher:
         """The run whose layer is under way; None if the decoder is not running."""
         return None if self.run is None else self.run.part or self.run
 
-    @property
-    def makes_masks(self) -> bool:
-        """True if each layer gets a mask made here in the current forward."""
-        run = self.at_work
-        return run is not None and run.made.in_prompt and not run.at.first
-
     def recorded(self) -> ReadState:
         """Record the cache's whole state, so that a forward can be undone."""
         layers = held_by(self.layers)
@@ -184,11 +177,7 @@ class ForwardDispatcher:
 
     @contextmanager
     def new_turn(
-        self,
-        prompt_end: int | None,
-        *,
-        may_be_static: bool,
-        unhooked: int | None,
+        self, prompt_end: int | None, *, may_be_static: bool, unhooked: int | None
     ) -> Iterator[None]:
         """Start a turn for the length of a `with` block; undo it if its prompt was not read whole.
 
@@ -248,17 +237,7 @@ class ForwardDispatcher:
     # Forwards of the decoder.
 
     def begin_forward(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Begin a forward of the decoder; return the arguments to run the decoder with.
-
-        Raises:
-            TypeError: See `Arriving.read`.
-            ValueError: See `Arriving.read`.
-            CacheInUseError: Another thread is calling the model with the same cache.
-            UnsupportedGenerationError: The model is told to use no cache; or hidden states are
-                asked for while tokens of a prompt in chunks are dropped; or drafts come with a
-                model that makes its masks outside the decoder.
-            UnsupportedModelError: See `Arriving.read`.
-        """
+        """Begin a forward of the decoder; return the arguments to run the decoder with."""
         self._take_thread()
         self._undo_forward(self._undo)
         self._arriving(ends=True).check_cache_is_used(arguments)
@@ -336,9 +315,7 @@ class ForwardDispatcher:
         """Read all blocks of the prompt but the last that is given; draft tokens come after it.
 
         Blocks are counted from the prompt's end, where rows padded on the left end together.
-
-        Returns:
-            The arguments of what remains, and whether the policy acts at its end.
+        Returns the arguments of what remains, and whether the policy acts at its end.
         """
         columns = inputs_of(arguments).shape[1]
         if self.now.prompt_end is None:

@@ -51,15 +51,9 @@ class ModelFacts:
         acting: The layers after which the policy drops tokens, or restarts.
     """
 
-    def __init__(
-        self,
-        parts: ModelParts,
-        policy: CachePolicy,
-        quirks: ModelQuirks,
-        form: OutputForm | None = None,
-    ) -> None:
+    def __init__(self, parts: ModelParts, policy: CachePolicy, quirks: ModelQuirks) -> None:
         self.parts, self.policy, self.quirks = parts, policy, quirks
-        self.form = OutputForm() if form is None else form
+        self.form = OutputForm()
         self.windows, self.temperatures = parts.windows, parts.temperatures
         self.causal = parts.causal
         self.rotary: Any = getattr(parts.decoder, "rotary_emb", None)

@@ -53,12 +53,7 @@ class Incoming:
 
 
 def read_inputs(
-    arguments: dict[str, Any],
-    seen: SeenTokens | None,
-    *,
-    acts: bool,
-    starts: bool,
-    ends: bool,
+    arguments: dict[str, Any], seen: SeenTokens | None, *, acts: bool, starts: bool, ends: bool
 ) -> Incoming:
     """Read and check the inputs, mask and positions of a decoder's forward.
 
@@ -94,7 +89,8 @@ def read_inputs(
             f"attention_mask must pad on the left: the last token of every row must be real, but "
             f"row {row} ends in padding; set tokenizer.padding_side = 'left'"
         )
-    order = _padding_first(columns) if acts else None
+    moves = acts and bool((columns[:, :-1] & ~columns[:, 1:]).any())  # padding before all tokens
+    order = columns.to(torch.uint8).argsort(dim=1, stable=True) if moves else None
     new_valid = columns if order is None else columns.gather(1, order)
     arguments = _with_positions(arguments, tokens, columns, padded=True)
     if order is not None:
@@ -239,13 +235,6 @@ def _with_positions(
     return {**arguments, "position_ids": tokens.rotary_positions_of(columns)}
 
 
-def _padding_first(columns: Tensor) -> Tensor | None:
-    """Return the column order that puts padding before all tokens; None if it already is there."""
-    if not bool((columns[:, :-1] & ~columns[:, 1:]).any()):
-        return None
-    return columns.to(torch.uint8).argsort(dim=1, stable=True)
-
-
 def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str, Any]:
     arguments = dict(arguments)
     for name in {*OF_TOKENS, "position_ids"} & arguments.keys():
@@ -259,6 +248,12 @@ def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str,
     new = mask[:, seen:].gather(1, order.to(mask.device))
     arguments["attention_mask"] = torch.cat([mask[:, :seen], new], dim=1)
     return arguments
+
+
+def mask_of(seen: SeenTokens, valid: Tensor) -> Tensor | None:
+    """Return the attention mask of the tokens seen and of new ones; None without padding."""
+    padded = seen.padded or not bool(valid.all())
+    return torch.cat([seen.valid, valid], dim=1).long() if padded else None
 
 
 def take_columns(value: Tensor, columns: Tensor, row_axis: int = 0, token_axis: int = 1) -> Tensor:

@@ -15,19 +15,15 @@ import torch
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
+from kvpolicy.integrations.transformers.forward.blocks import Narrowed
 from kvpolicy.integrations.transformers.forward.chunks import Chunks, Remember
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
 from kvpolicy.integrations.transformers.forward.layer_contexts import History
-from kvpolicy.integrations.transformers.forward.narrowing import Narrowed
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.forward.passes import Pass
 from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens, DeferredKV, Select
-from kvpolicy.integrations.transformers.forward.stage import (
-    PrefillStage,
-    StagedPrompt,
-    StagePiece,
-)
+from kvpolicy.integrations.transformers.forward.stage import PrefillStage, StagedPrompt, StagePiece
 from kvpolicy.integrations.transformers.model.attachment import AroundLayer
 from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -43,8 +39,7 @@ class SurvivingTokens:
         positions: ``[batch, len]`` int64, their positions; -1 on padding.
         parts: Hidden states ``[batch, len, hidden]`` that go into the stage, in consecutive parts.
         places: ``[batch, len]`` int64, the columns of the tokens in ``parts``.
-        resumed: If the stage's first layer is resumed: its second run, and the slots of the tokens
-            in it.
+        resumed: The second run of the stage's first layer, if this is resumed.
         history: The saliency that earlier layers gave these tokens.
     """
 
@@ -52,7 +47,7 @@ class SurvivingTokens:
     positions: Tensor
     parts: tuple[Tensor, ...] = ()
     places: Tensor | None = None
-    resumed: tuple[Narrowed, Tensor] | None = None
+    resumed: Narrowed | None = None
     history: History | None = None
 
 
@@ -62,6 +57,7 @@ class LaterLayers:
     Args:
         main: The run that the decoder's layers are called with.
         whole: The tokens seen, the prompt included.
+        reach: The tokens that reach the first stage.
 
     Attributes:
         waiting: The layers that choose when all layers were scored, by index.
@@ -75,19 +71,15 @@ class LaterLayers:
         staged: StagedPrompt,
         whole: SeenTokens,
         stages: Sequence[PrefillStage],
+        reach: SurvivingTokens,
+        propagated: dict[int, Tensor],
     ) -> None:
         self._call, self._layers = main.call, main.layers
         self._last, self._staged, self._whole, self._others = last, staged, whole, stages
         self._features = AddedFeatures.joined(staged.features, staged.valid)
         self.waiting: dict[int, DeferredKV] = {}
-
-    def begun(
-        self, main: PassRun, reach: SurvivingTokens, propagated: dict[int, Tensor]
-    ) -> LaterLayers:
-        """Prepare the first stage for the tokens that reach it; return itself."""
         self.propagated = propagated
         self._begin(main, reach)
-        return self
 
     def _begin(self, main: PassRun, reach: SurvivingTokens) -> None:
         """Prepare the runs of all pieces of the next stage."""
@@ -130,13 +122,9 @@ class LaterLayers:
         """Begin the next stage with the tokens that the last layer passes on."""
         run, reach = self._runs[-1], self._reach
         everything = torch.arange(reach.columns.shape[1], device=reach.columns.device)
-        held = []
-        for each in self._runs:
-            assert each.held is not None
-            held.append(each.held)
         reach = attrs.evolve(
             reach,
-            parts=tuple(held),
+            parts=tuple(each.held for each in self._runs if each.held is not None),
             places=torch.where(reach.columns >= 0, everything, -1),
             resumed=None,
         )
@@ -197,8 +185,7 @@ class LaterLayers:
         **more: Any,
     ) -> PassRun:
         if reach.resumed is not None:
-            narrowed, slots = reach.resumed
-            resumed = attrs.evolve(narrowed, slots=slots[:, columns])
+            resumed = attrs.evolve(reach.resumed, slots=reach.resumed.slots[:, columns])
             piece = attrs.evolve(piece, resumed=resumed)
         features = self._features
         if features is not None:
@@ -226,7 +213,7 @@ def incoming_of(
     """Return a piece of a prompt's surviving tokens as the decoder's input."""
     own = reach.columns[:, columns]
     valid = own >= 0
-    arguments = dict(last.arguments)
+    padded, arguments = not bool(valid.all()), dict(last.arguments)
     for name in staged.inputs[0].keys() - {"position_ids"}:
         arguments[name] = taken_from([each[name] for each in staged.inputs], own)
     if call.model.restarts:  # at rotary positions without gaps
@@ -235,7 +222,7 @@ def incoming_of(
         given = [each["position_ids"] for each in staged.inputs]
         rotary = taken_from(given, own).movedim((0, 1), (-2, -1))
     arguments |= {"position_ids": rotary, "attention_mask": None}
-    if not bool(valid.all()):
+    if padded:
         seen = valid.new_ones(valid.shape[0], last.tokens.seen)
         arguments["attention_mask"] = torch.cat([seen, valid], dim=1).long()
     return attrs.evolve(
@@ -244,7 +231,7 @@ def incoming_of(
         moved=None,
         new_valid=valid,
         columns=valid,
-        padded=not bool(valid.all()),
+        padded=padded,
         order=None,
         positions=reach.positions[:, columns],
         ids=None,
@@ -264,8 +251,7 @@ def passed_on(reach: SurvivingTokens, run: PassRun) -> SurvivingTokens:
     if attended is not None and reach.places is not None:
         keys, values, valid = attended
         own = torch.where(slots < 0, -1, slots + keys.shape[2] - length).to(keys.device)
-        narrowed = Narrowed(keys, values, own, valid, run.call.implementation)
-        resumed = narrowed, own
+        resumed = Narrowed(keys, values, own, valid, run.call.implementation)
     places = None if reach.places is None else gather_positions(reach.places, slots)
     return attrs.evolve(
         reach,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import attrs
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
 from kvpolicy.heads import Heads
-from kvpolicy.integrations.transformers.forward.passes import AtQueries, PassState
+from kvpolicy.integrations.transformers.forward.passes import AtQueries, PassState, Stored
 from kvpolicy.integrations.transformers.model.parallel import ALL_HEADS
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
-from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.layer_inputs import NO_DECODING, PLAIN_LAYER, DecodingInputs, LayerInputs
 from kvpolicy.part_calls import DeferredChecks
@@ -54,16 +54,15 @@ class History:
 
 
 def layer_context(
+    at: PassState,
     index: int,
-    num_layers: int,
-    layer: PolicyLayer,
     inputs: AttentionInputs,
     positions: Tensor,
     *,
     new_valid: Tensor,
     seen_len: tuple[int, ...],
     queries: Tensor | None = None,
-    stored: tuple[Tensor, Tensor] | None = None,
+    stored: Stored | None = None,
     tokens: SeenTokens | None = None,
     held_len: tuple[int, ...] | None = None,
     decoding: DecodingInputs = NO_DECODING,
@@ -77,7 +76,7 @@ def layer_context(
     what the layer holds, from which attention may compute keys of more heads; None if parts are
     shown what it holds. ``tokens`` are asked for the kinds of tokens.
     """
-    keys = inputs.keys
+    layer, keys = at.layers[index], inputs.keys
     # Compared by number of heads, since keys may be changed and still be one for each head.
     held_as_shown = stored is None or keys.shape[1] == stored[0].shape[1]
     kinds = None if tokens is None or tokens.kinds is None else tokens.kinds_at(positions)
@@ -88,7 +87,7 @@ def layer_context(
     plain = type(heads) is Heads and not asked
     return LayerContext(
         layer_idx=index,
-        num_layers=num_layers,
+        num_layers=len(at.layers),
         queries=inputs.queries if queries is None else queries,
         keys=keys,
         values=inputs.values,
@@ -104,15 +103,17 @@ def layer_context(
     )
 
 
+def widened(carried: Tensor, key_len: int) -> Tensor:
+    """Extend a scorer's state ``[batch, heads, held_len, state_size]`` by 0 for newer keys."""
+    return pad(carried, (0, 0, 0, key_len - carried.shape[2]))
+
+
 class InPrompt(AtQueries):
     """A base class for what a prompt's pass does at each layer: it builds the `LayerContext`.
 
     Args:
         history: The saliency that layers of earlier passes gave to the tokens of this one; None if
             there were no such passes.
-
-    Attributes:
-        history: The same, with the layers of this pass.
     """
 
     asks = True
@@ -134,8 +135,13 @@ class InPrompt(AtQueries):
         """See `AtQueries.drop`."""
         self.history = self.history.taken(slots)
 
+    def finish(self, at: PassState) -> SeenTokens:
+        """Check what the parts returned, and finish the pass; see `AtQueries.finish`."""
+        self.checks.look()
+        return at.tokens
+
     def context(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
+        self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored
     ) -> LayerContext:
         """Build the `LayerContext` that the policy gets of a layer; see `AtQueries.observe`."""
         layer, policy = at.layers[index], at.policy
@@ -149,9 +155,8 @@ class InPrompt(AtQueries):
         device, earlier = inputs.keys.device, self.history.held
         positions = at.masks.positions(layer, inputs.keys.shape[1], device)
         return layer_context(
+            at,
             index,
-            len(at.layers),
-            layer,
             inputs,
             positions,
             new_valid=new_valid,

@@ -33,9 +33,6 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 class LayerMasks:
     """A maker of the attention masks of all layers in one pass, called layer by layer.
 
-    Args:
-        padding_first: Whether keys are moved so that each row's padding comes before its tokens.
-
     Attributes:
         windows: Each layer's sliding window; None if it sees all tokens of the context.
         lenders: The layers whose keys other layers use.
@@ -58,8 +55,7 @@ class LayerMasks:
         in_prompt: bool,
         padding_first: bool,
     ) -> None:
-        self._call, self._layers, self._reach = call, layers, reach
-        self._tokens = tokens
+        self._call, self._layers, self._reach, self._tokens = call, layers, reach, tokens
         self._first, self._in_prompt, self._padding_first = first, in_prompt, padding_first
         self._moved, self._order_of_columns = incoming.moved, incoming.order
         self._columns = incoming.columns
@@ -266,16 +262,19 @@ class LayerMasks:
         A layer with a state would read the tokens twice, and a layer whose keys other layers use
         must have keys of all tokens.
         """
-        layer = self._layers[index]
-        plain = layer.plain and index not in self.lenders
-        return plain and layer.facts.shows_queries and self.windows[index] is None
+        return self.windows[index] is None and index in self.apart
+
+    @functools.cached_property
+    def apart(self) -> frozenset[int]:
+        """The layers that show queries, and whose keys and values no other layer uses."""
+        layers = enumerate(self._layers)
+        plain = frozenset(i for i, each in layers if each.plain and each.facts.shows_queries)
+        return plain - self.lenders
 
     def _may_attend_in_blocks(self, index: int) -> bool:
-        layer = self._layers[index]
-        plain = layer.plain and index not in self.lenders
         unseen = self._call.attended is None and self._spares  # weights and masks are not read
         dense = self._implementation in DENSE
-        return self._in_prompt and plain and layer.facts.shows_queries and unseen and dense
+        return self._in_prompt and unseen and dense and index in self.apart
 
     def _blocks_of(self, index: int, device: torch.device) -> Blocks:
         layer, window, keys = self._layers[index], self.windows[index], None

@@ -123,8 +123,8 @@ class LayerProbe:
             for name, value in reach.arguments(kwargs).items()
         }
         if layer.indexed is not None:  # its indexer reads the mask
-            lengths = last.shape[0], last.shape[0]
-            mask = causal_mask(*lengths, implementation, hidden.dtype, hidden.device)
+            how = implementation, hidden.dtype, hidden.device
+            mask = causal_mask(len(last), len(last), *how)
             assert isinstance(mask, Tensor)
             here["attention_mask"] = mask.expand(hidden.shape[0], -1, -1, -1)
         attention = self.parts.attentions[around.index]

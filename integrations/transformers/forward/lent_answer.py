@@ -146,10 +146,8 @@ class LentAnswer:
             if attention_mask is not None:
                 check_step(attention_mask, tokens)
             reader.abandon_forward()
-            ids = dict(self._ids)
             self.static = StaticSteps.of(reader.layers, tokens, attachment, reader.max_new_tokens)
             self._lend(list(self.static.layers))
-            self._ids = ids
         return self.static.advance()
 
     def note_ids(self, ids: Tensor) -> None:

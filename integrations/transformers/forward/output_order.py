@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -22,14 +23,11 @@ class AttendedKeys:
 
     Args:
         layers: Layers that attend; for other layers no attention weights are returned, or None.
+        positions: By layer, -1 on padding.
     """
 
     layers: list[int]
-    _positions: dict[int, Tensor] = attrs.field(factory=dict)
-
-    def note(self, index: int, positions: Tensor) -> None:
-        """Record the positions of the keys that a layer attends to, -1 on padding."""
-        self._positions[index] = positions
+    positions: dict[int, Tensor] = attrs.field(factory=dict)
 
     def in_columns(
         self, attentions: tuple[Tensor | None, ...], tokens: SeenTokens, order: Tensor | None
@@ -43,8 +41,8 @@ class AttendedKeys:
         alone = len(attentions) == len(self.layers)
         return tuple(
             attention
-            if attention is None or index not in self._positions
-            else _in_columns(attention, self._positions[index], tokens, order)
+            if attention is None or index not in self.positions
+            else _in_columns(attention, self.positions[index], tokens, order)
             for index, attention in zip(
                 self.layers if alone else range(len(attentions)), attentions, strict=True
             )
@@ -62,12 +60,8 @@ def _in_columns(
     if not bool(whole.all()) or (order is not None and order.shape[1] != queries):
         return attention
     # The column of each position, and one more column for padding.
-    batch, heads, _ = positions.shape
-    seen = tokens.seen
-    own = (valid.cumsum(dim=1) - 1).masked_fill(~valid, seen)
-    columns = torch.full((batch, seen + 1), seen, device=device)
-    columns.scatter_(1, own, torch.arange(seen, device=device).expand(batch, -1))
-    columns[:, seen] = seen
+    heads, seen = positions.shape[1], tokens.seen
+    columns = pad((~valid).to(torch.uint8).argsort(dim=1, stable=True), (0, 1), value=seen)
     flat = positions.masked_fill(positions < 0, seen).flatten(1)
     index = columns.gather(1, flat).view_as(positions)
     index = index.repeat_interleave(attention.shape[1] // heads, dim=1)
@@ -128,9 +122,6 @@ class Filling:
     Hidden states stay at the places of their tokens. The next layer, and the decoder's output, get
     them without the padding again; see `ModelQuirks.refills`.
 
-    Args:
-        count: Number of tokens of the input.
-
     Attributes:
         slots: For each layer whose output was padded, the places of its tokens among all tokens of
             the input, ``[batch, passed_len]`` int64, -1 on padding.
@@ -159,15 +150,14 @@ class Filling:
 
     def cut(self, output: Any) -> Any:
         """Return a decoder's output without the padding that `filled` added."""
-        return _changed(output, self._last, self._each) if self.slots else output
-
-    def _last(self, hidden: Tensor) -> Tensor:
-        last: Tensor = self._cut(hidden, max(self.slots))
-        return last
-
-    def _each(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Cut the hidden states before and behind each layer; not its attention weights."""
-        return tuple(self._cut(each, index - 1) for index, each in enumerate(states))
+        if not self.slots:
+            return output
+        return _changed(
+            output,
+            lambda last: self._cut(last, max(self.slots)),
+            # The hidden states before and behind each layer; not its attention weights.
+            lambda states: tuple(self._cut(each, i - 1) for i, each in enumerate(states)),
+        )
 
     def _cut(self, hidden: Any, index: int) -> Any:
         slots = self.slots.get(index)

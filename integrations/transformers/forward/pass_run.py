@@ -17,21 +17,16 @@ from torch import Tensor, nn
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.attending import LayerAttention
+from kvpolicy.integrations.transformers.forward.blocks import Narrowed, few_go_on
 from kvpolicy.integrations.transformers.forward.facts import Call
-from kvpolicy.integrations.transformers.forward.indexers import new_places
-from kvpolicy.integrations.transformers.forward.narrowing import Narrowed, few_go_on
+from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.forward.output_order import (
     Filling,
     in_input_order,
     without_states,
 )
 from kvpolicy.integrations.transformers.forward.packed_attention import Unpacked
-from kvpolicy.integrations.transformers.forward.passes import (
-    KeyUse,
-    Pass,
-    PassEnded,
-    PassState,
-)
+from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassEnded, PassState
 from kvpolicy.integrations.transformers.forward.reaching import cut_alike, cut_arguments
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import AroundLayer
@@ -106,11 +101,9 @@ class PassRun:
         self._waits = not appends or self._queries.waits()
         # Where positions have gaps, as given by the caller; see `LayerAttention.attend`.
         self._waits = self._waits or (call.implementation in FLASH and at.reach.count > 1)
-        self._probe = self._queries.probe(call)
+        self._probe = call.probe if self._queries.asks else None
         if self._probe is not None:
             self._probe.check_places(at.before)
-            places: dict[str, Any] = {"reach": at.reach, "before": at.before, "read_at": at.read_at}
-            self._places = {**places, "implementation": call.implementation}
         plain = self.stage is None and made.features is None and self._probe is None
         spares = at.first and call.attended is None
         spares = spares and not (at.reach.padded or at.masks.may_be_own)
@@ -158,11 +151,7 @@ class PassRun:
     def run_layer(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
         """Run a layer for the tokens of this run that reach it; return what the next layer gets.
 
-        Raises:
-            UnsupportedModelError: Tokens see later ones, or padding changes how the model reads a
-                row, where the pass does not allow it; or the layer's attention did not get the keys
-                of the cache.
-            PassEnded: The pass ends inside this layer.
+        Raises `PassEnded` if the pass ends inside this layer.
         """
         index, features, stage = around.index, self.made.features, self.stage
         layer = self.layers[index]
@@ -180,8 +169,8 @@ class PassRun:
                 hidden = features.added(hidden, index, self._reach.slots)
             if self.made.no_later and own is not None:
                 raise UnsupportedModelError(self.made.no_later)
-            if self._probe is not None and layer.attends:
-                self._probe.enter(around, layer, hidden, kwargs, **self._places)
+            if self._probe is not None:
+                self.try_layer(around, hidden, kwargs)
             if stage is not None and stage.looks and index == stage.stage.last:
                 return self._end_inside(around, hidden, kwargs)
             if index == 0:
@@ -203,6 +192,21 @@ class PassRun:
             )
         return self._left(index, output) if self.made.in_prompt else output
 
+    def try_layer(self, around: AroundLayer, hidden: Tensor, kwargs: dict[str, Any]) -> None:
+        """Find what the parts of the policy must know of a layer that is about to run."""
+        layer = self.layers[around.index]
+        if self._probe is not None and layer.attends:
+            self._probe.enter(
+                around,
+                layer,
+                hidden,
+                kwargs,
+                reach=self._reach,
+                before=self.at.before,
+                read_at=self.at.read_at,
+                implementation=self.call.implementation,
+            )
+
     def _check_parts(self, hidden: Tensor, own: Spans | None) -> None:
         if hidden.ndim != 3 or own is not None:
             raise UnsupportedModelError(
@@ -211,7 +215,7 @@ class PassRun:
                 "prefill_chunk_size at None"
             )
 
-    # A layer that is run for some of its tokens only; see `narrowing`.
+    # A layer that is run for some of its tokens only; see `Narrowed`.
 
     def _narrows(self, index: int, kwargs: dict[str, Any]) -> bool:
         new_len, last = self._reach.valid.shape[1], len(self.layers) - 1
@@ -339,7 +343,12 @@ class PassRun:
 
     def update_index(self, index: int, keys: Tensor) -> Tensor:
         """Add a layer's new index keys; return all index keys that its indexer must see."""
-        layer, places = self.layers[index].indexed, new_places(self.layers, self._reach.slots)
+        layer, slots = self.layers[index].indexed, self._reach.slots
+        # A model that rotates index keys late gives their position ids to one of the layers.
+        given = (each.indexed.new_places for each in self.layers if each.indexed is not None)
+        places = next((each for each in given if each is not None), None)
+        if places is not None and slots is not None:
+            places = take_columns(places, slots, 1, 2)
         every: Tensor = (
             layer.append_index(keys, places)
             if self._appends

@@ -17,13 +17,15 @@ from kvpolicy.integrations.transformers.forward.added_features import AddedFeatu
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
 from kvpolicy.integrations.transformers.forward.layer_masks import LayerMasks
-from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
 from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens
 from kvpolicy.integrations.transformers.forward.stage import StagePiece
 from kvpolicy.integrations.transformers.model.rotary import Gapless, GivenPlaces
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+
+# The keys and values that the cache hands out to a layer.
+Stored = tuple[Tensor, Tensor]
 
 
 class KeyUse(enum.Enum):
@@ -138,10 +140,6 @@ class AtQueries:
     def begin(self, at: PassState) -> None:
         """Prepare for a pass, before the decoder's first layer runs."""
 
-    def probe(self, call: Call) -> LayerProbe | None:
-        """Return what finds rotary embeddings and output projections; None if no part asks."""
-        return call.probe if self.asks else None
-
     def waits(self) -> bool:
         """True if `observe` must be called in a pass that only appends keys."""
         return False
@@ -154,13 +152,8 @@ class AtQueries:
         """
         return frozenset()
 
-    def observe(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
-    ) -> None:
-        """Use what the attention of one layer gets, for example to choose the tokens to keep.
-
-        ``stored`` are the keys and values that the cache handed out to the layer.
-        """
+    def observe(self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored) -> None:
+        """Use what the attention of one layer gets, for example to choose the tokens to keep."""
 
     def drop(self, slots: Tensor) -> None:
         """Note that a layer drops all tokens except ``slots`` ``[batch, count]``."""

@@ -31,7 +31,6 @@ class ReachingTokens:
         every_position: The positions of all tokens of the pass.
         slots: ``[batch, new_len]`` int64, their places among all tokens of the pass; None if all
             tokens reach the layer.
-        count: Number of columns of the pass.
         padded: Whether the tokens seen or the ones that reach the layer may have padding.
         beside: What the previous layer returned beside hidden states, for the tokens it passed on.
     """
@@ -52,7 +51,6 @@ class ReachingTokens:
         self.slots: Tensor | None = None
         self.beside: tuple[Tensor, ...] = ()
         self._streams_axis = 1
-        self._lengths: tuple[int, ...] | None = None
         # What the layer before was given, by name, and cut to the tokens that reach it.
         self._cut: dict[tuple[str, int], tuple[Any, Any]] = {}
 
@@ -122,18 +120,15 @@ class ReachingTokens:
         """Drop all tokens but those in ``passed`` ``[batch, count]`` for the layers that follow."""
         self.positions = gather_positions(self.positions, passed)
         self.valid, self._cut = self.positions >= 0, {}
-        self._lengths = tuple(self.valid.sum(dim=1).tolist())
-        self.padded = min(self._lengths) < self.valid.shape[1] or self.padded
+        self.lengths = tuple(self.valid.sum(dim=1).tolist())
+        self.padded = min(self.lengths) < self.valid.shape[1] or self.padded
         self.slots = passed if self.slots is None else gather_positions(self.slots, passed)
 
-    @property
+    @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
         """The number of tokens in each row that reach the current layer."""
-        if self._lengths is None:
-            batch, new_len = self.valid.shape
-            padded = self.padded
-            self._lengths = tuple(self.valid.sum(dim=1).tolist()) if padded else (new_len,) * batch
-        return self._lengths
+        batch, new_len = self.valid.shape
+        return tuple(self.valid.sum(dim=1).tolist()) if self.padded else (new_len,) * batch
 
     @functools.cached_property
     def appended(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
-from kvpolicy.integrations.transformers.forward.inputs import Incoming
+from kvpolicy.integrations.transformers.forward.inputs import Incoming, mask_of
 from kvpolicy.integrations.transformers.forward.layer_contexts import layer_context
 from kvpolicy.integrations.transformers.forward.passes import AtQueries, KeyUse, Pass, PassState
 from kvpolicy.integrations.transformers.forward.selecting import DeferredKV
@@ -63,9 +63,8 @@ class ScoreChunk(AtQueries):
         slots, of_chunk = self._shown(at.policy, layer.kept_len, positions)
         keys, values = gather_slots(inputs.keys, slots), gather_slots(inputs.values, slots)
         context = layer_context(
+            at,
             index,
-            len(at.layers),
-            layer,
             AttentionInputs(inputs.queries, keys, values, inputs.scores),
             gather_positions(positions, slots),
             new_valid=at.reach.valid,
@@ -108,22 +107,19 @@ class SecondReading:
         waiting: The layers with a deferred selection, by index.
     """
 
-    policy: CachePolicy
+    reading: Repetition
+    parts: ModelParts
     layers: list[PolicyLayer]
     waiting: Mapping[int, DeferredKV]
     tokens: SeenTokens
-    parts: ModelParts
     cache: Any
 
-    @property
-    def reading(self) -> Repetition:
-        """The policy's settings for reading the prompt a second time."""
-        assert self.policy.rereading is not None
-        return self.policy.rereading
+    def passes(self) -> Generator[Pass, object, dict[int, DeferredKV]]:
+        """Yield one pass of the decoder for each chunk of the prompt that is read again.
 
-    def passes(self, found: dict[int, Tensor]) -> Generator[Pass, object, None]:
-        """Yield one pass of the decoder for each chunk of the prompt that is read again."""
-        layers = list(self.layers)
+        Return the layers that wait to choose, with the scores found; 0 if no chunk was read.
+        """
+        layers, found = list(self.layers), dict[int, Tensor]()
         for index, each in self.waiting.items():
             layers[index] = _holding(each, self.layers[index], self.tokens)
         scored = frozenset(self.waiting)
@@ -137,19 +133,15 @@ class SecondReading:
                 ends_inside=max(scored),
                 layers=layers,
             )
-
-    def scored(self, found: Mapping[int, Tensor]) -> dict[int, DeferredKV]:
-        """Return the layers that wait to choose, with the scores found; 0 if no chunk was read."""
-        scored = {}
+        waiting = {}
         for index, each in self.waiting.items():
-            undecided = each.undecided
-            saliency = (
-                found[index][..., :-1]
-                if found
-                else torch.zeros(undecided.context.positions.shape, device=each.keys.device)
-            )
-            scored[index] = attrs.evolve(each, undecided=undecided.with_saliency(saliency))
-        return scored
+            shape = each.undecided.context.positions.shape
+            saliency = torch.zeros(shape, device=each.keys.device)
+            if found:
+                saliency = found[index][..., :-1]
+            undecided = each.undecided.with_saliency(saliency)
+            waiting[index] = attrs.evolve(each, undecided=undecided)
+        return waiting
 
     def _inputs(self, start: int, stop: int) -> tuple[dict[str, Any], Tensor]:
         """Return the decoder's arguments to read a chunk again, and which columns are tokens."""
@@ -170,13 +162,10 @@ class SecondReading:
         valid = torch.arange(longest, device=device) >= (longest - lens)[:, None]
         places = self.tokens.rotary_positions_of(valid)
         self._check_places(places)
-        mask = None
-        if self.tokens.padded or not bool(valid.all()):
-            mask = torch.cat([self.tokens.valid, valid], dim=1).long()
         arguments = {
             "input_ids": repeated,
             "position_ids": places,
-            "attention_mask": mask,
+            "attention_mask": mask_of(self.tokens, valid),
             CACHE: self.cache,
             "use_cache": not self.parts.own_caches_only,
         }

@@ -22,12 +22,9 @@ from kvpolicy.deferred_selection import DeferredLayer
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.chunks import AtEnd, Chunks
 from kvpolicy.integrations.transformers.forward.closing_gaps import closed_up, without_gaps
-from kvpolicy.integrations.transformers.forward.decoding.choosing import (
-    WindowSurvivors,
-    carried_for,
-)
+from kvpolicy.integrations.transformers.forward.decoding import WindowSurvivors, carried_for
 from kvpolicy.integrations.transformers.forward.layer_contexts import History
-from kvpolicy.integrations.transformers.forward.passes import KeyUse, PassState
+from kvpolicy.integrations.transformers.forward.passes import KeyUse, PassState, Stored
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -92,15 +89,10 @@ class Select(AtEnd):
         return frozenset(
             index
             for index in range(1, min(drops, default=last))
-            if at.layers[index].plain
-            and at.layers[index].facts.shows_queries
-            and at.masks.windows[index] is None
-            and index not in at.masks.lenders
+            if index in at.masks.apart and at.masks.windows[index] is None
         )
 
-    def observe(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
-    ) -> None:
+    def observe(self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored) -> None:
         """Let the policy choose what the layer keeps and which tokens it passes on."""
         layer, window = at.layers[index], at.masks.windows[index]
         layer.facts.query_heads = inputs.queries.shape[1]
@@ -129,7 +121,7 @@ class Select(AtEnd):
             raise
 
     def _keeps_all(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
+        self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored
     ) -> bool:
         """True if a layer without padding keeps and passes on all tokens, so no part is asked."""
         if not self._never_asks or index in self.history.layers:
@@ -275,7 +267,7 @@ class Select(AtEnd):
         Under a ``gapless`` policy later tokens are read directly behind the tokens held.
         """
         self._check_numbers(at)
-        self.checks.look()
+        super().finish(at)
         if not at.policy.gapless:
             return at.tokens
         follow(at.layers, at.tokens)
@@ -291,9 +283,7 @@ class ChooseTokens(AtEnd):
         super().__init__(chunks)
         self._layer = layer
 
-    def observe(
-        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
-    ) -> None:
+    def observe(self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored) -> None:
         """Choose tokens at the filter layer; score earlier layers if the choice needs it."""
         if index != self._layer and index not in self.history.layers:
             return
@@ -306,21 +296,13 @@ class ChooseTokens(AtEnd):
         saliency = at.policy.score(context) if saliency is None else saliency
         self.history = self.history.noted(saliency, context)
 
-    def finish(self, at: PassState) -> SeenTokens:
-        """See `AtQueries.finish`."""
-        self.checks.look()
-        return super().finish(at)
-
 
 def passed_slots(passed_on: Tensor | None, context: LayerContext, at: PassState) -> Tensor | None:
     """Return the indices of the tokens that a layer passes on; None if it passes on all."""
     if passed_on is None:
         return None
     passed = passed_on.to(at.reach.valid.device)
-    if passed.shape == context.new_valid.shape:
-        everything = context.new_valid.to(passed.device)
-        return None if torch.equal(passed >= 0, everything) else passed
-    return passed
+    return None if torch.equal(passed >= 0, context.new_valid.to(passed.device)) else passed
 
 
 def choose(

@@ -10,16 +10,15 @@ begins; see `LaterLayers`. A restart has two stages, and the second one begins w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import attrs
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
-from kvpolicy.integrations.transformers.forward.narrowing import Narrowed
+from kvpolicy.integrations.transformers.forward.blocks import Narrowed
 from kvpolicy.integrations.transformers.state.layers import LayersHeld
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-from kvpolicy.policy import CachePolicy
 
 
 @attrs.frozen
@@ -47,31 +46,11 @@ class PrefillStage:
 NO_LAYERS = PrefillStage(0, -1)
 
 
-def stages_of(
-    policy: CachePolicy, num_layers: int, few_go_on: Callable[[int], bool]
-) -> tuple[PrefillStage, ...]:
-    """Split a model's layers into ranges, each of which the same tokens of a prompt reach.
-
-    ``few_go_on`` says of a layer's index if running the layer twice is worth it.
-    """
-    acting = sorted(policy.propagation.acting_layers(num_layers))
-    if policy.propagation.restarts:
-        return PrefillStage(0, acting[0], looks=True), PrefillStage(0, num_layers - 1)
-    stages, first = [], 0
-    for layer in acting:
-        if layer < num_layers - 1:  # no layer follows the last one
-            looks = few_go_on(layer)
-            stages.append(PrefillStage(first, layer, looks))
-            first = layer if looks else layer + 1
-    return *stages, PrefillStage(first, num_layers - 1)
-
-
 @attrs.frozen(eq=False)
 class StagedPrompt:
     """A record of a prompt's chunks so far, which later layers read once the prompt ends.
 
     Args:
-        stages: All stages of the prompt.
         begun: The tokens seen before the prompt.
         before: What every layer held before the prompt, if the prefill restarts; see `hold_again`.
         valid: By chunk, ``[batch, new_len]`` bool, False on padding.
@@ -91,29 +70,12 @@ class StagedPrompt:
     states: tuple[Tensor, ...] = ()
     features: tuple[AddedFeatures | None, ...] = ()
 
-    def with_chunk(
-        self,
-        valid: Tensor,
-        inputs: Mapping[str, Tensor],
-        states: Tensor | None,
-        features: AddedFeatures | None,
-    ) -> StagedPrompt:
-        """Return a copy of the record with one more chunk of the prompt."""
-        return attrs.evolve(
-            self,
-            valid=(*self.valid, valid),
-            inputs=(*self.inputs, inputs),
-            states=self.states if states is None else (*self.states, states),
-            features=(*self.features, features),
-        )
-
 
 @attrs.frozen(eq=False)
 class StagePiece:
     """A plan of what one pass reads in one range of layers: its tokens and where they enter.
 
     Args:
-        stage: The stage.
         looks: Whether the pass ends inside the stage's last layer.
         is_output: Whether the stage is the last one.
         tokens: The tokens seen, this piece included, for layers of a later stage; None in the first

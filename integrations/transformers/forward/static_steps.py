@@ -8,8 +8,6 @@ outside of the compiled code.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -21,12 +19,10 @@ from transformers import Cache
 from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.forward.lent_layers import LentBuffers
 from kvpolicy.integrations.transformers.model.attachment import Attachment
+from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.model.masks import Mask, Visibility
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-
-# The attention implementations whose masks are tensors.
-IMPLEMENTATIONS = ("eager", "sdpa")
 
 
 @attrs.define(eq=False)
@@ -38,89 +34,51 @@ class StaticMask:
     Args:
         mask: ``[1 or batch, 1 or query_heads, 1, capacity]``, in the form of `Visibility.mask`.
         slot: The slot of the next token.
-        window: What the first token sees through a sliding window, and the model's attention
-            implementation; None if no token leaves a window.
+        first: What the first token sees through a sliding window; None if no token leaves a window.
     """
 
     mask: Tensor
     slot: int
-    window: tuple[Visibility, str] | None
+    implementation: str
+    first: Visibility | None
 
     @staticmethod
     def of(
-        layer: PolicyLayer, capacity: int, implementation: str, dtype: torch.dtype
-    ) -> StaticMask:
-        """Make the mask with which the next token sees all slots that a layer holds."""
-        held, length = layer.positions, layer.kept_len
-        assert held is not None
-        visible = torch.ones(1, 1, length, dtype=torch.int64, device=held.device)
-        if layer.contents.padded:
-            visible = held if layer.contents.ragged else held[:, :1]
-        slots = pad(visible, (0, capacity - length), value=-1).clamp(max=0)
-        seen = Visibility(slots, slots.new_zeros(slots.shape[0], 1), layer.facts.query_heads)
-        return StaticMask(_tensor(seen.mask(implementation, dtype)), length, None)
-
-    @staticmethod
-    def sliding(
         layer: PolicyLayer,
         tokens: SeenTokens,
-        window: int,
+        window: int | None,
         capacity: int,
         implementation: str,
-        dtype: torch.dtype,
     ) -> StaticMask:
-        """Make the mask with which the next token sees a layer's sliding window."""
+        """Make the mask with which the next token sees what a layer holds."""
         held, length = layer.positions, layer.kept_len
         assert held is not None
-        own = tokens.lengths.to(held.device)[:, None]
-        new = own + torch.arange(capacity - length, device=held.device)
-        places = torch.cat([held, new[:, None].expand(-1, held.shape[1], -1)], dim=2)
+        if window is None:
+            visible = torch.ones(1, 1, length, dtype=torch.int64, device=held.device)
+            if layer.contents.padded:
+                visible = held if layer.contents.ragged else held[:, :1]
+            places = pad(visible, (0, capacity - length), value=-1).clamp(max=0)
+            own = places.new_zeros(places.shape[0], 1)
+        else:
+            own = tokens.lengths.to(held.device)[:, None]
+            new = own + torch.arange(capacity - length, device=held.device)
+            places = torch.cat([held, new[:, None].expand(-1, held.shape[1], -1)], dim=2)
         seen = Visibility(places, own, layer.facts.query_heads, window)
-        mask = _tensor(seen.mask(implementation, dtype))
-        return StaticMask(mask, length, (seen, implementation))
+        mask = _tensor(seen.mask(implementation, layer.dtype))
+        return StaticMask(mask, length, implementation, None if window is None else seen)
 
     def advance(self, step: int) -> None:
         """Update the mask so that the token of decoding step ``step`` sees its own slot too."""
-        if self.window is not None:
-            first, implementation = self.window
-            seen = attrs.evolve(first, queries=first.queries + step)
-            self.mask.copy_(_tensor(seen.mask(implementation, self.mask.dtype)))
+        if self.first is not None:
+            seen = attrs.evolve(self.first, queries=self.first.queries + step)
+            self.mask.copy_(_tensor(seen.mask(self.implementation, self.mask.dtype)))
             return
         self.mask[..., self.slot] = True if self.mask.dtype == torch.bool else 0.0
         self.slot += 1
 
 
-def static_masks(
-    layers: Sequence[PolicyLayer],
-    tokens: SeenTokens,
-    windows: Sequence[int | None],
-    implementation: str,
-    capacities: Sequence[int],
-    room: int,
-) -> list[StaticMask]:
-    """Make the masks with which the next decoded token sees the slots of every layer.
-
-    Layers that hold equal numbers of tokens, without padding, share one mask.
-    """
-    known: dict[Any, StaticMask] = {}
-    masks = []
-    for layer, window, capacity in zip(layers, windows, capacities, strict=True):
-        assert layer.held is not None
-        how = capacity, implementation, layer.dtype
-        if window is not None and window < tokens.seen + room:
-            masks.append(StaticMask.sliding(layer, tokens, window, *how))
-            continue
-        alike = (layer.kept_len, capacity, layer.device)
-        mask = None if layer.contents.padded else known.get(alike)
-        mask = StaticMask.of(layer, *how) if mask is None else mask
-        if not layer.contents.padded:
-            known[alike] = mask
-        masks.append(mask)
-    return masks
-
-
 def _tensor(mask: Mask) -> Tensor:
-    assert isinstance(mask, Tensor)  # true for all `IMPLEMENTATIONS`
+    assert isinstance(mask, Tensor)  # true for all `DENSE` implementations
     return mask
 
 
@@ -154,9 +112,17 @@ class StaticSteps:
         assert room is not None
         parts = attachment.parts
         buffers = [LentBuffers(layer) for layer in layers]
-        capacities = [each.max_cache_len for each in buffers]
-        how = parts.windows, parts.implementation, capacities, room
-        masks = static_masks(layers, tokens, *how)
+        masks = []
+        known: dict[Any, StaticMask] = {}  # layers that hold as many tokens share one
+        for layer, each, window in zip(layers, buffers, parts.windows, strict=True):
+            capacity = each.max_cache_len
+            slides = window is not None and window < tokens.seen + room
+            alone = slides or layer.contents.padded
+            alike = object() if alone else (layer.kept_len, capacity, layer.device)
+            if alike not in known:
+                how = window if slides else None, capacity, parts.implementation
+                known[alike] = StaticMask.of(layer, tokens, *how)
+            masks.append(known[alike])
         mask_of = [each.mask for each in masks]
         for each, mask in zip(buffers, mask_of, strict=True):
             for tensor in (each.keys, each.values, each.cumulative_length, mask):
@@ -165,7 +131,8 @@ class StaticSteps:
         one = torch.ones(tokens.batch, 1, dtype=torch.bool, device=tokens.valid.device)
         first = tokens.rotary_positions_of(one)
         positions = None if tokens.skipped is None else first.clone()
-        hooks = [BeforeLayer.of(index, layer) for index, layer in enumerate(parts.layers)]
+        forwards = [signature(type(layer).forward).parameters for layer in parts.layers]
+        hooks = [BeforeLayer(i, tuple(names)[1:]) for i, names in enumerate(forwards)]  # after self
         attachment.decode(before_decoder, hooks)
         return StaticSteps(buffers, masks, mask_of, first, positions)
 
@@ -209,12 +176,6 @@ class BeforeLayer:
 
     index: int
     names: tuple[str, ...]
-
-    @staticmethod
-    def of(index: int, layer: nn.Module) -> BeforeLayer:
-        """Make the hook for one decoder layer."""
-        names = list(inspect.signature(type(layer).forward).parameters)[1:]  # after self
-        return BeforeLayer(index, tuple(names))
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from kvpolicy.integrations.transformers.forward.relative_positions import Columns
+from kvpolicy.integrations.transformers.forward.attending import Columns
 from kvpolicy.integrations.transformers.model.mask_arguments import MaskArguments
 
 

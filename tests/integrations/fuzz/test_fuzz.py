@@ -19,8 +19,7 @@ from torch import Tensor
 from kvpolicy import CachePolicy, policies
 from kvpolicy.errors import ShapeError
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.forward import selecting
-from kvpolicy.integrations.transformers.forward.decoding import choosing
+from kvpolicy.integrations.transformers.forward import decoding, selecting
 from kvpolicy.integrations.transformers.forward.passes import PassState
 from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -197,7 +196,7 @@ def test_a_bounded_answer_is_followed(name: str) -> None:
         (RecentQueries, "rows", queries_stay, "window"),
         (RecentQueries, "last", queries_are_forgotten, "window"),
         (RecentQueries, "rows", queries_stay, "sums"),
-        (choosing, "carried_for", sums_begin_anew, "sums"),
+        (decoding, "carried_for", sums_begin_anew, "sums"),
         (selecting, "carried_for", sums_begin_anew, "sums"),
     ],
 )

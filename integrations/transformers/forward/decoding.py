@@ -1,8 +1,20 @@
-"""Choose among the tokens that a layer holds, during an answer or under a sliding window."""
+"""Keep an answer bounded: layers remember decoded queries, and evict when it is time.
+
+A layer remembers as many queries as the scorer of the rule looks at (`RecentQueries`). If the
+scorer sums over all steps, its state is not updated at each step: no token is evicted between two
+choices, so that all queries since the last choice can be added at once (`Scorer.update`), and
+removing a token again means forgetting its query. A query may outlive the key of its token, so that
+queries have positions of their own (`LayerContext.query_positions`).
+
+A layer whose queries cannot be observed chooses when the cache is given its keys. A layer that
+attends to another layer's keys sees what that layer saw, and follows its choice. A layer that uses
+the slots of another layer's indexer also follows its choice, but sums scorer state of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -12,14 +24,63 @@ from torch.nn.functional import pad
 from kvpolicy.context import LayerContext
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.host_counts import on_device
-from kvpolicy.integrations.transformers.forward.layer_contexts import layer_context
+from kvpolicy.integrations.transformers.forward.layer_contexts import layer_context, widened
+from kvpolicy.integrations.transformers.forward.passes import AtQueries, PassState, Stored
 from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-from kvpolicy.layer_inputs import AttentionSettings, DecodingInputs
+from kvpolicy.layer_inputs import DecodingInputs
 from kvpolicy.selection import compress, gather_positions, gather_slots
+
+
+class Bound(AtQueries):
+    """Remember the queries of an answer's tokens, and let layers evict at the rule's interval.
+
+    A row is due in the pass that appends its ``every``-th token since the last choice. Every layer
+    then chooses, after it has attended, among all tokens it holds, the new ones included. Rows that
+    are not due keep all tokens.
+    """
+
+    bounded = True
+
+    def begin(self, at: PassState) -> None:
+        """Find the rows in which layers must evict in this pass; see `AtQueries.begin`."""
+        decoding = at.policy.decoding
+        assert decoding is not None
+        self._decoding = decoding
+        rows = at.tokens.due(decoding.every)
+        self.asks = self._chooses = bool(rows)
+        self._due = Due.of(rows, at.tokens)
+        self._unbroken = at.tokens.unbroken if decoding.num_queries else 0
+        self._kept: Tensor | None = None  # slots kept by the last layer with an indexer
+
+    def waits(self) -> bool:
+        """See `AtQueries.waits`."""
+        return self._chooses or self._decoding.num_queries != 0
+
+    def observe(self, at: PassState, index: int, inputs: AttentionInputs, stored: Stored) -> None:
+        """Remember a layer's queries, and let the layer evict if this is due in some row."""
+        layer, asked = at.layers[index], self._decoding.num_queries
+        if layer.facts.shows_queries:
+            layer.facts.query_heads = inputs.queries.shape[1]
+        if layer.facts.shows_queries and asked != 0:
+            layer.observed = layer.observed.noted(inputs.queries, at.tokens, asked, self._unbroken)
+        if not self._chooses:
+            return
+        positions = at.masks.positions(layer, layer.choices, inputs.keys.device)
+        held = LayerCandidates(
+            at, index, self._decoding, inputs, stored, positions, at.tokens, layer.observed
+        )
+        # A layer that uses the slots of another layer's indexer keeps the same tokens.
+        follows = self._kept if layer.indexed is not None and layer.indexed.borrows else None
+        kept = held.choose(follows, self._due)
+        self._kept = kept if layer.indexed is not None else self._kept
+
+    def finish(self, at: PassState) -> SeenTokens:
+        """Return the record of seen tokens after layers have evicted; see `AtQueries.finish`."""
+        return at.tokens.settled(self._decoding.every) if self._chooses else at.tokens
 
 
 @attrs.frozen(eq=False)
@@ -78,8 +139,12 @@ class WindowSurvivors:
         kept, chosen = (
             pad(each, (longest - each.shape[2], 0), value=-1) for each in (kept, chosen)
         )
-        kept = torch.where(self.short, chosen, kept)
-        return kept[:, :, int((kept < 0).all(dim=0).all(dim=0).sum()) :]
+        return _without_empty(torch.where(self.short, chosen, kept))
+
+
+def _without_empty(kept: Tensor) -> Tensor:
+    """Cut the first places, those that are -1 in every row and head."""
+    return kept[:, :, int((kept < 0).all(dim=0).all(dim=0).sum()) :]
 
 
 def carried_for(observed: RecentQueries, keys: Tensor, carries: int) -> Tensor:
@@ -87,7 +152,7 @@ def carried_for(observed: RecentQueries, keys: Tensor, carries: int) -> Tensor:
     held = observed.carried
     if held is None:
         return torch.zeros(*keys.shape[:3], carries, dtype=torch.float32, device=keys.device)
-    return pad(held, (0, 0, 0, keys.shape[2] - held.shape[2]))
+    return widened(held, keys.shape[2])
 
 
 @attrs.frozen(eq=False)
@@ -117,46 +182,42 @@ class LayerCandidates:
         tokens: The tokens seen, the last of which count as appended.
     """
 
-    layer: PolicyLayer
+    at: PassState
     index: int
-    num_layers: int
-    keys: Tensor
-    values: Tensor
-    stored: tuple[Tensor, Tensor]
+    decoding: DecodingEviction
+    inputs: AttentionInputs
+    stored: Stored
     positions: Tensor
-    scores: AttentionSettings
     tokens: SeenTokens
     observed: RecentQueries
 
-    def choose(
-        self,
-        decoding: DecodingEviction,
-        window: int | None,
-        implementation: str,
-        follows: Tensor | None = None,
-        due: Due | None = None,
-    ) -> Tensor:
+    @property
+    def layer(self) -> PolicyLayer:
+        """The layer that chooses."""
+        return self.at.layers[self.index]
+
+    def choose(self, follows: Tensor | None, due: Due | None) -> Tensor:
         """Let the layer choose which of the tokens it holds to keep; return the slots kept.
 
         Only the rows that are ``due`` choose; None for all. ``follows`` is the choice of an earlier
         layer that holds the same tokens, which this layer keeps too; None if it chooses by itself.
         """
         held, order = self._padding_first()
-        carries = decoding.state_size
-        carried = carried_for(self.observed, self.keys, carries) if carries else None
+        carries = self.decoding.state_size
+        carried = carried_for(self.observed, self.inputs.keys, carries) if carries else None
         if carried is not None and order is not None:
             carried = gather_slots(carried, order)
         if due is None:
-            kept, carried = held._decided(decoding, window, implementation, follows, carried)
+            kept, carried = held._decided(follows, carried)
         else:
-            rows = due.rows.to(self.keys.device)
+            rows = due.rows.to(self.positions.device)
             follows = None if follows is None else follows.to(rows.device)[rows]
             part, own = held._of_rows(due, rows), None if carried is None else carried[rows]
-            kept, own = part._decided(decoding, window, implementation, follows, own)
+            kept, own = part._decided(follows, own)
             kept = held._with_others(kept, rows)
             if carried is not None and own is not None:
                 carried = carried.index_copy(0, rows, own)
-        layer, observed = self.layer, self._still_looked_at(decoding, due)
+        layer, observed = self.layer, self._still_looked_at(due)
         if layer.indexed is not None:
             layer.indexed.show_held(order)
         layer.store(*held.stored, held.positions, kept, carried)
@@ -165,90 +226,78 @@ class LayerCandidates:
         return kept
 
     def _decided(
-        self,
-        decoding: DecodingEviction,
-        window: int | None,
-        implementation: str,
-        follows: Tensor | None,
-        carried: Tensor | None,
+        self, follows: Tensor | None, carried: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return which cache slots the layer keeps, and the scorer's new state; see `choose`."""
         if follows is not None:
             if carried is not None:
-                carried = decoding.update_state(self._context(decoding, carried))
+                carried = self.decoding.update_state(self._context(carried))
             return follows.to(self.positions.device), carried
+        window, how = self.at.masks.windows[self.index], self.at.call.implementation
         if window is None:
-            return decoding.decide(self._context(decoding, carried))
-        near = WindowSurvivors.of(self.positions, self.tokens.lengths, window, implementation)
+            return self.decoding.decide(self._context(carried))
+        near = WindowSurvivors.of(self.positions, self.tokens.lengths, window, how)
         if not near.leaves_short_rows:
             return near.kept(None), None
-        chosen, carried = decoding.decide(self._context(decoding, carried))
+        chosen, carried = self.decoding.decide(self._context(carried))
         return near.kept(chosen), carried
 
     def _of_rows(self, due: Due, rows: Tensor) -> LayerCandidates:
         """Return a copy for only the rows in which the layer evicts now."""
-        keys, values, *stored, positions = (
-            each.index_select(0, rows)
-            for each in (self.keys, self.values, *self.stored, self.positions)
-        )
-        return attrs.evolve(
-            self,
-            keys=keys,
-            values=values,
-            stored=(stored[0], stored[1]),
+        positions, observed = self.positions.index_select(0, rows), self.observed.rows(rows)
+        return self._each(
+            lambda each: each.index_select(0, rows),
             positions=positions,
             tokens=due.tokens,
-            observed=self.observed.rows(rows),
+            observed=observed,
         )
+
+    def _each(self, change: Callable[[Tensor], Tensor], **more: Any) -> LayerCandidates:
+        """Return a copy with all keys and values changed."""
+        keys, values, *stored = map(change, (self.inputs.keys, self.inputs.values, *self.stored))
+        inputs = attrs.evolve(self.inputs, keys=keys, values=values)
+        return attrs.evolve(self, inputs=inputs, stored=(stored[0], stored[1]), **more)
 
     def _with_others(self, kept: Tensor, rows: Tensor) -> Tensor:
         """Combine the cache slots kept in the evicting rows with all slots of the other rows."""
         slots = torch.arange(self.positions.shape[2], device=kept.device)
         whole = torch.where(self.positions >= 0, slots, -1)
         own = pad(kept, (len(slots) - kept.shape[2], 0), value=-1)
-        whole = whole.index_copy(0, rows, own)
-        return whole[:, :, int((whole < 0).all(dim=0).all(dim=0).sum()) :]
+        return _without_empty(whole.index_copy(0, rows, own))
 
-    def _still_looked_at(self, decoding: DecodingEviction, due: Due | None) -> RecentQueries | None:
+    def _still_looked_at(self, due: Due | None) -> RecentQueries | None:
         """Return the decoded queries to remember for the next eviction; None if it needs none."""
-        asked, tokens, observed = decoding.num_queries, self.tokens, self.observed
-        if due is None and (not asked or asked <= decoding.every):
+        asked, every, observed = self.decoding.num_queries, self.decoding.every, self.observed
+        if due is None and (not asked or asked <= every):
             return None
         if asked is None and due is not None:  # of the rows that have not chosen, those since
             observed = observed.without_rows(due.rows)
-            asked = max(count for count in tokens.since if count < decoding.every)
-        return observed.last(asked, tokens, tokens.unbroken) if asked else None
+            asked = max(count for count in self.tokens.since if count < every)
+        return observed.last(asked, self.tokens, self.tokens.unbroken) if asked else None
 
     def _padding_first(self) -> tuple[LayerCandidates, Tensor | None]:
         """Sort each head's padding before its tokens; return the result and the order of slots."""
         if not (self.tokens.padded or self.layer.contents.padded):
             return self, None
         order = (self.positions >= 0).to(torch.uint8).argsort(dim=2, stable=True)
-        ordered = attrs.evolve(
-            self,
-            keys=gather_slots(self.keys, order),
-            values=gather_slots(self.values, order),
-            stored=(gather_slots(self.stored[0], order), gather_slots(self.stored[1], order)),
-            positions=gather_positions(self.positions, order),
-        )
-        return ordered, order
+        positions = gather_positions(self.positions, order)
+        return self._each(lambda each: gather_slots(each, order), positions=positions), order
 
-    def _context(self, decoding: DecodingEviction, carried: Tensor | None) -> LayerContext:
-        device, layer, tokens = self.keys.device, self.layer, self.tokens
-        new, slots = on_device(tokens.since, device), torch.arange(max(tokens.since), device=device)
+    def _context(self, carried: Tensor | None) -> LayerContext:
+        keys, layer, decoding, tokens = self.inputs.keys, self.layer, self.decoding, self.tokens
+        new = on_device(tokens.since, keys.device)
+        slots = torch.arange(max(tokens.since), device=keys.device)
         places = None
         if self.observed.count and decoding.num_queries != 0:
             queries, places = self.observed.shown(tokens)
         else:
-            batch, _, _, head_dim = self.keys.shape
-            queries = self.keys.new_empty(batch, layer.facts.query_heads, 0, head_dim)
-        values = self.values
+            queries = keys.new_empty(len(keys), layer.facts.query_heads, 0, keys.shape[3])
+        values = self.inputs.values
         return layer_context(
+            self.at,
             self.index,
-            self.num_layers,
-            layer,
-            AttentionInputs(queries, self.keys, values, self.scores),
-            self.positions.expand(-1, self.keys.shape[1], -1),
+            attrs.evolve(self.inputs, queries=queries),
+            self.positions.expand(-1, keys.shape[1], -1),
             new_valid=slots >= len(slots) - new[:, None],
             seen_len=tuple(tokens.lengths.tolist()),
             stored=self.stored,

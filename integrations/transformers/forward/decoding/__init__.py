@@ -1,1 +1,0 @@
-"""Decode an answer under a policy that bounds how many of its tokens layers hold."""
