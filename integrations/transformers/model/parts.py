@@ -77,9 +77,9 @@ class ModelParts:
         for layer in self.layers:
             check_uncompiled(layer)
         self.kinds = kinds_of(self.config, len(self.layers))
-        for index, kind in enumerate(self.kinds):
-            if (refusal := kind.refusal(index)) is not None:
-                raise UnsupportedModelError(refusal)
+        for kind in self.kinds:
+            if kind.refusal is not None:
+                raise UnsupportedModelError(kind.refusal)
         if not any(kind.attends for kind in self.kinds):
             raise UnsupportedModelError(
                 "some layer must hold keys and values, but all of them hold a recurrent state or "
