@@ -121,8 +121,7 @@ def _model(model: str, dtype: str) -> ServedModel:
     name = check_model_name(model)
     config: Any = AutoConfig.from_pretrained(name)
     if dtype == "auto":
-        own = config.get_text_config().dtype
-        dtype = "float32" if own is None else str(own).removeprefix("torch.")
+        dtype = config.get_text_config().dtype or "float32"
     elif dtype not in DTYPE_NAMES:
         raise ValueError(f"--dtype must be auto or one of {', '.join(DTYPE_NAMES)}, got {dtype}")
     return ServedModel.named(name, config, dtype)

@@ -30,12 +30,9 @@ COMPARED = ("k_proj.weight", "qkv_proj.weight", "query_key_value.weight")
 
 
 def misfit(model: ModelFingerprint, hf_config: Any, checkpoint: Path | None = None) -> str | None:
-    """Return why a document does not fit a served model; None if it does.
+    """Return why a document that ``model`` has read does not fit a served model; None if it does.
 
-    Args:
-        model: The fingerprint of the model that read the document.
-        hf_config: The configuration of the served model.
-        checkpoint: The folder of its weights; None compares only the configuration.
+    Without the served model's ``checkpoint``, a folder, only configurations are compared.
     """
     config = hf_config.get_text_config().to_dict()
     for name in SETTINGS:
