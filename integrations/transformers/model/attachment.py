@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
-from kvpolicy.integrations.transformers.model.call_arguments import by_name, signature
+from kvpolicy.integrations.transformers.model.modules import by_name, signature
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.routing import lock, route, unroute, users_of
 from kvpolicy.integrations.transformers.surface import CACHE, cache_name

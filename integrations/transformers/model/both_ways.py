@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
-from kvpolicy.integrations.transformers.model.call_arguments import signature
+from kvpolicy.integrations.transformers.model.modules import signature
 from kvpolicy.integrations.transformers.surface import ATTN_IMPLEMENTATION, CACHE, MASKS_OF_STEP
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")

@@ -17,9 +17,8 @@ from torch import nn
 from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.model.call_arguments import signature
+from kvpolicy.integrations.transformers.model.modules import modules_of, path_to, signature
 from kvpolicy.integrations.transformers.model.unseen import column_bias, takes_cache, without_cache
-from kvpolicy.integrations.transformers.model.walking import modules_of, path_to
 from kvpolicy.integrations.transformers.surface import cache_name, calls_interface
 from kvpolicy.kinds import TokenKind
 

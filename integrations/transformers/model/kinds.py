@@ -6,7 +6,7 @@ new kind is a class here, and a case in `_kind`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -201,6 +201,16 @@ def _refused(
     return LayerKind(refusal=said)
 
 
+# The fields of configurations that tell kinds apart, besides the layers' names.
+_FIELDS = (
+    "cross_attention_layers",
+    "indexer_compress_ratio",
+    "indexer_types",
+    "kv_lora_rank",
+    "window_size",
+)
+
+
 def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
     """Return the kind of each decoder layer, found from the model's configuration."""
     own = DynamicCache(config=config).layers
@@ -209,13 +219,14 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
     if len(own) == 1 < num_layers:  # Transformers adds more layers of this class later
         own = own * num_layers
     producers = _producers(config, called)
+    fields = {name: getattr(config, name, None) for name in _FIELDS}
     kinds = []
     for index in range(num_layers):
         producer = producers.get(index)
         place = index if producer is None else producer
         cached = own[place] if place < len(own) else None
         name = called[index] if index < len(called) else "full_attention"
-        kinds.append(_kind(config, index, name, cached, producer))
+        kinds.append(_kind(fields, index, name, cached, producer))
     return kinds
 
 
@@ -226,29 +237,32 @@ def _producers(config: Any, called: Sequence[str]) -> dict[int, int]:
     return {i: makers[called[i]] for i in range(first, len(called)) if called[i] in makers}
 
 
-def _kind(config: Any, index: int, called: str, cached: Any, producer: int | None) -> LayerKind:
+def _kind(
+    fields: Mapping[str, Any], index: int, called: str, cached: Any, producer: int | None
+) -> LayerKind:
     """Return the kind of one layer.
 
     ``called`` is Transformers' word for it; ``cached`` is what stands for it in Transformers' own
     cache, or for its producer; None without any.
     """
     cached_as = None if cached is None else type(cached).__name__
-    window = getattr(cached, "sliding_window", None) or getattr(config, "window_size", None)
+    window = getattr(cached, "sliding_window", None) or fields["window_size"]
     states = getattr(cached, "number_of_states", 1)
     if producer is not None:
         return SharedKeys(window=window, producer=producer)
-    if index in (getattr(config, "cross_attention_layers", None) or ()):
+    if index in (fields["cross_attention_layers"] or ()):
         return CrossAttention()
     # A layer may be called sliding but have no window.
     known = called in ("full_attention", "attention", "sliding_attention", "global")
     if known and cached_as in (None, "DynamicLayer"):
-        latent = getattr(config, "kv_lora_rank", None) is not None
-        whole = called in ("full_attention", "attention")
-        return LatentAttention() if latent and whole else FullAttention()
+        latent = fields["kv_lora_rank"] is not None and called in ("full_attention", "attention")
+        return LatentAttention() if latent else FullAttention()
     if hasattr(cached, "update_index"):
         return Indexed(blocks=True)
-    if cached_as == "DynamicIndexedLayer" and _holds_places(config, cached):
-        indexers = getattr(config, "indexer_types", None) or ()
+    # Pooled index keys are turned by positions that only newer caches of Transformers hold.
+    placed = fields["indexer_compress_ratio"] is None or hasattr(cached, "indexer_position_ids")
+    if cached_as == "DynamicIndexedLayer" and placed:
+        indexers = fields["indexer_types"] or ()
         return Indexed(borrows=index < len(indexers) and indexers[index] == "shared")
     # Transformers' own cache holds all tokens of a local layer.
     slides = cached_as == "DynamicSlidingWindowLayer" and known and called != "global"
@@ -269,9 +283,3 @@ def _kind(config: Any, index: int, called: str, cached: Any, producer: int | Non
         return SideBySide(window=window, states=states)
     told = _REASONS.get(called) or _REASONS.get(cached_as or "")
     return _refused(index, *(told or (called, f"is cached as {cached_as}")))
-
-
-def _holds_places(config: Any, cached: Any) -> bool:
-    """True if the cache of this Transformers version holds what an indexer's keys are turned by."""
-    pools = getattr(config, "indexer_compress_ratio", None) is not None
-    return not pools or hasattr(cached, "indexer_position_ids")

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.model import unseen
-from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.model.finding import (
     check_holds_states,
     check_uncompiled,
@@ -28,10 +27,10 @@ from kvpolicy.integrations.transformers.model.kinds import (
     kinds_of,
 )
 from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.model.modules import path_to, signature
 from kvpolicy.integrations.transformers.model.quirks import ModelQuirks
 from kvpolicy.integrations.transformers.model.rotary import stretch
 from kvpolicy.integrations.transformers.model.temperature import Temperature
-from kvpolicy.integrations.transformers.model.walking import path_to
 from kvpolicy.integrations.transformers.surface import ATTN_IMPLEMENTATION
 from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy

@@ -13,7 +13,7 @@ from benchmarks.overhead import SIZES, Calls
 from kvpolicy.errors import NotAttachedError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.model import attachment
-from kvpolicy.integrations.transformers.model.walking import modules_of, path_to
+from kvpolicy.integrations.transformers.model.modules import modules_of, path_to
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV
 from tests.integrations.support.reading import Interrupted, marks_on, read
