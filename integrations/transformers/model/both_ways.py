@@ -67,15 +67,12 @@ class Cuts:
             ends = range(seen + each, end, each)
             return next((column for column in ends if self.forbidden[column]), None)
 
-        column = cut(size)
-        if column is None:
-            return
-        larger = next((each for each in range(size + 1, end - seen) if cut(each) is None), None)
-        more = "" if larger is None else f"{larger}, or "
-        raise UnsupportedGenerationError(
-            f"prefill_chunk_size must not let a chunk end at column {column}, where tokens see "
-            f"later ones, as in an image, got {size}; give {more}None"
-        )
+        if (column := cut(size)) is not None:
+            fits = [f"{each}, or " for each in range(size + 1, end - seen) if cut(each) is None]
+            raise UnsupportedGenerationError(
+                f"prefill_chunk_size must not let a chunk end at column {column}, where tokens see "
+                f"later ones, as in an image, got {size}; give {fits[0] if fits else ''}None"
+            )
 
 
 def cuts_of(model: Any, arguments: Mapping[str, Any], valid: Tensor, seen: int) -> Cuts | None:

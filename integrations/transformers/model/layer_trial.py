@@ -10,8 +10,9 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.integrations.transformers.model.projection import OutputProjection, linear_modules
+from kvpolicy.integrations.transformers.model.projection import OutputProjection
 from kvpolicy.integrations.transformers.model.routing import Attend, replaced
+from kvpolicy.integrations.transformers.surface import Conv1D
 
 # Errors of a layer that cannot be run in this way.
 FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -94,10 +95,12 @@ class LayerTrial:
                 raise Enough
 
         with ExitStack() as hooks:
-            for module in linear_modules(self.module):
-                # Before hooks that spread the module's input over processes.
-                hook = module.register_forward_pre_hook(look, prepend=True)
-                hooks.callback(hook.remove)
+            for module in self.module.modules():
+                # Linear modules, whatever the storage format of their weights.
+                if hasattr(module, "in_features") or isinstance(module, Conv1D):
+                    # Before hooks that spread the module's input over processes.
+                    hook = module.register_forward_pre_hook(look, prepend=True)
+                    hooks.callback(hook.remove)
             for _ in range(2):
                 self._run(attend, self.arguments)
         if len(taken) < 2 or taken[0][0] is not taken[1][0]:

@@ -101,9 +101,7 @@ class Spans:
 
 @attrs.frozen(eq=False)
 class Visibility:
-    """A rule for the keys that a query sees: those up to its own place, inside its window.
-
-    Padding is never seen.
+    """A rule for the keys that a query sees: those up to its place and in its window, no padding.
 
     Args:
         keys: ``[batch, 1 or kv_heads, key_len]`` int64, places of the keys, -1 on padding.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -12,21 +11,12 @@ from torch import Tensor, nn
 from kvpolicy.integrations.transformers.surface import Conv1D
 
 
-def linear_modules(layer: nn.Module) -> Iterator[nn.Module]:
-    """Yield the linear modules of a layer, whatever the storage format of their weights."""
-    for module in layer.modules():
-        if hasattr(module, "in_features") or isinstance(module, Conv1D):
-            yield module
-
-
 @attrs.frozen(eq=False)
 class OutputProjection:
     """The output projection of an attention layer, whose weights a scorer may read.
 
-    Args:
-        module: The module that is applied to the concatenated outputs of the heads.
-        query_heads: Number of query heads in this process.
-        value_dim: Number of channels of each head's output.
+    ``module`` is applied to the concatenated outputs, of ``value_dim`` channels each, of the
+    ``query_heads`` heads in this process.
     """
 
     module: nn.Module
