@@ -44,11 +44,8 @@ def first_seen(places: Places, window: int) -> Places:
 class Spans:
     """The places that each new token sees by the model's own mask, if this mask is not causal.
 
-    An example is an image whose tokens see each other.
-
-    Args:
-        first: ``[batch, query_len]`` int64, the first place that each query sees.
-        last: ``[batch, query_len]`` int64, the last one.
+    An example is an image whose tokens see each other. ``first`` and ``last`` are the first and the
+    last place that each query sees, ``[batch, query_len]`` int64.
     """
 
     first: Tensor

@@ -24,21 +24,14 @@ from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.surface import CACHE, cache_name
-from kvpolicy.policies import (
-    KeyNormScorer,
-    StreamingLLM,
-    TokenSelectivePropagation,
-)
+from kvpolicy.policies import KeyNormScorer, StreamingLLM, TokenSelectivePropagation
 from kvpolicy.policy import CachePolicy
 
 # The policies with which such a model is checked. All heads keep the same tokens, since some models
 # take one mask for all heads.
 EVICTING = StreamingLLM(retention_rate=0.5)
-DROPPING = CachePolicy(
-    KeyNormScorer(),
-    EVICTING.selector,
-    TokenSelectivePropagation(tsp_rate=0.7, window_size=4),
-)
+_DROP = TokenSelectivePropagation(tsp_rate=0.7, window_size=4)
+DROPPING = CachePolicy(KeyNormScorer(), EVICTING.selector, _DROP)
 
 # Parts of the names of arguments that are added to scores by column.
 _BIASES = ("alibi", "position_bias", "relative_position")

@@ -17,11 +17,8 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 class CrossLayer(PolicyLayer):
     """A cache layer that holds keys and values of images, which no policy evicts.
 
-    They are ``[batch, kv_heads, image_len, head_dim]`` each. ``positions`` is None.
-
-    Args:
-        storage: How keys and values of tokens are held; keys and values of images stay unchanged on
-            their device.
+    They are ``[batch, kv_heads, image_len, head_dim]`` each, unchanged on their device whatever the
+    storage. ``positions`` is None.
     """
 
     attends = False

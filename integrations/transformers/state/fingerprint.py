@@ -48,11 +48,8 @@ class Parameter:
 class ModelFingerprint:
     """A fingerprint of a model, by which a saved cache tells whether it fits the model.
 
-    The same weights in another precision, quantised or offloaded, count as the same model.
-
-    Args:
-        config: The settings of its configuration that say which model it is.
-        parameters: Its parameters, by name.
+    The same weights in another precision, quantised or offloaded, count as the same model. Of its
+    configuration are the settings that say which model it is.
     """
 
     config: dict[str, Any]

@@ -79,14 +79,8 @@ class Packed(StoredKV):
         chosen = (tensor[at].view(1, 1, total, tensor.shape[3]) for tensor in (keys, values))
         empty = (tensor.new_empty(batch, heads, 0, tensor.shape[3]) for tensor in (keys, values))
         recent = (tensor[:, :, since:] for tensor in (keys, values)) if appended else empty
-        return Packed(
-            storage,
-            storage.hold(*chosen),
-            lengths,
-            tuple(counts),
-            width,
-            storage.hold(*recent),
-        )
+        held, added = storage.hold(*chosen), storage.hold(*recent)
+        return Packed(storage, held, lengths, tuple(counts), width, added)
 
     @property
     def shape(self) -> torch.Size:
@@ -115,10 +109,9 @@ class Packed(StoredKV):
         return sum(self.counts) + self.recent.slots
 
     def parts(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return keys and values of the kept tokens, then keys and values of the appended tokens.
+        """Return keys and values of the kept tokens, then those of the appended; perhaps views.
 
-        They are ``[total, head_dim]`` and ``[batch, kv_heads, new_len, head_dim]``, and may be
-        views.
+        They are ``[total, head_dim]`` and ``[batch, kv_heads, new_len, head_dim]``.
         """
         keys, values = self.chosen.read()
         return (keys[0, 0], values[0, 0]), self.recent.read()

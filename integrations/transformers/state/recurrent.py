@@ -60,9 +60,11 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
 
     def own_states(self) -> None:
         """Replace the layer's states by copies, since models write into a state in place."""
-        self.hold_states(
-            *({index: each.clone() for index, each in part.items()} for part in self.states)
-        )
+        self._change_states(Tensor.clone)
+
+    def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace every state by what a function makes of it."""
+        self.hold_states(*({at: change(it) for at, it in part.items()} for part in self.states))
 
     def hold_states(self, conv: States, recurrent: States) -> None:
         """Replace all convolution and recurrent states of the layer."""
@@ -104,12 +106,7 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
     def take_rows(self, rows: Tensor, tokens: SeenTokens) -> None:
         """See `PolicyLayer.take_rows`."""
         super().take_rows(rows, tokens)
-        self.hold_states(
-            *(
-                {index: each.index_select(0, rows.to(each.device)) for index, each in part.items()}
-                for part in self.states
-            )
-        )
+        self._change_states(lambda state: state.index_select(0, rows.to(state.device)))
 
     def beside(self) -> Any:
         """Return the layer's states; see `PolicyLayer.beside`."""
@@ -135,10 +132,7 @@ class SideBySideLayer(RecurrentLayer):
 
 
 class EmptyLayer(PolicyLayer, EMPTY_LAYER):  # type: ignore[misc]
-    """A cache layer that holds nothing, for a model layer that reads each token independently.
-
-    An example is a layer with experts only.
-    """
+    """A cache layer that holds nothing, for one that reads each token alone, as experts do."""
 
     attends = False
     plain = False

@@ -87,9 +87,7 @@ class Storage(abc.ABC):
     def hold(self, keys: Tensor, values: Tensor) -> StoredKV:
         """Store the keys and values that a layer keeps, in this storage's form.
 
-        Args:
-            keys: ``[batch, kv_heads, kept_len, head_dim]``.
-            values: ``[batch, kv_heads, kept_len, head_dim]``; its head dimension may differ.
+        Both are ``[batch, kv_heads, kept_len, head_dim]``; the head dimensions may differ.
         """
 
     def beside(self) -> Storage:
