@@ -10,11 +10,11 @@ from kvpolicy.evaluation.comparison.times import Ratio
 from kvpolicy.evaluation.extras import MissingExtraError, require
 from kvpolicy.evaluation.pictures import (
     Cell,
+    Colour,
     draw_grid,
     new_figure,
     png,
     row_axis,
-    speed_colour,
 )
 from kvpolicy.evaluation.results import write_all
 
@@ -133,7 +133,7 @@ def _speedups(rows: list[dict[str, Any]], title: str, legend: str) -> bytes:
             ]
             for name in names
         ]
-        draw_grid(axes, f"{words} by tokens of the prompt", columns, cells, speed_colour())
+        draw_grid(axes, f"{words} by tokens of the prompt", columns, cells, _speed_colour())
     figure.supxlabel(legend, fontsize=8)
     return png(figure)
 
@@ -141,3 +141,16 @@ def _speedups(rows: list[dict[str, Any]], title: str, legend: str) -> bytes:
 def _speed_text(row: dict[str, Any], phase: str) -> str:
     mark = "" if row.get(f"{phase}_steady", True) else "?"
     return f"{row[f'{phase}_speedup']:.2f}{mark} ({row[f'{phase}_allowed']:.2f})"
+
+
+def _speed_colour() -> Callable[[float], Colour]:
+    """Return a colour map for speeds: white at the baseline's, green faster, purple slower.
+
+    Twice as fast is as far from white as half as fast; what is beyond four times looks the same.
+    """
+    from math import log2
+
+    from matplotlib import colormaps
+
+    found = colormaps["PRGn"]
+    return lambda value: found(0.5 + 0.2 * max(-2.0, min(2.0, log2(value))))

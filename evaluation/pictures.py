@@ -83,19 +83,6 @@ def accuracy_colour() -> Callable[[float], Colour]:
     return lambda value: found(0.04 + 0.7 * value / 100)
 
 
-def speed_colour() -> Callable[[float], Colour]:
-    """Return a colour map for speeds: white at the baseline's, green faster, purple slower.
-
-    Twice as fast is as far from white as half as fast; what is beyond four times looks the same.
-    """
-    from math import log2
-
-    from matplotlib import colormaps
-
-    found = colormaps["PRGn"]
-    return lambda value: found(0.5 + 0.2 * max(-2.0, min(2.0, log2(value))))
-
-
 def png(figure: Figure) -> bytes:
     """Return a matplotlib figure as the bytes of a PNG file."""
     picture = io.BytesIO()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,21 +62,10 @@ def _other_weights(model: ModelFingerprint, checkpoint: Path) -> str | None:
 
 def _weight(checkpoint: Path, name: str) -> torch.Tensor | None:
     """Read a parameter of a decoder from a checkpoint; None if there is none by this name."""
-    for path in _weight_files(checkpoint, name):
+    for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118
                 if key == name or key.endswith(f".{name}"):
                     tensor: torch.Tensor = file.get_tensor(key)
                     return tensor
     return None
-
-
-def _weight_files(checkpoint: Path, name: str) -> Iterator[Path]:
-    index = checkpoint / "model.safetensors.index.json"
-    if not index.is_file():
-        yield from sorted(checkpoint.glob("*.safetensors"))
-        return
-    files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    for key, file in files.items():
-        if (key == name or key.endswith(f".{name}")) and (checkpoint / file).is_file():
-            yield checkpoint / file
