@@ -34,26 +34,21 @@ class BesideLayer(PolicyLayer):
         """Replace all of these tensors; what has another name is left out."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `PolicyLayer.tensors`."""
         return super().tensors() | self.beside()
 
     def hold_tensors(self, tensors: Mapping[str, Tensor], tokens: SeenTokens) -> None:
-        """See `PolicyLayer.hold_tensors`."""
         super().hold_tensors(tensors, tokens)
         self.hold_beside(tensors)
 
     def take_rows(self, rows: Tensor, tokens: SeenTokens) -> None:
-        """See `PolicyLayer.take_rows`."""
         super().take_rows(rows, tokens)
         held = self.beside().items()
         self.hold_beside({name: it.index_select(0, rows.to(it.device)) for name, it in held})
 
     def state_nbytes(self) -> int:
-        """See `PolicyLayer.state_nbytes`."""
         return sum(each.nbytes for each in self.beside().values())
 
     def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
-        """See `PolicyLayer.restore`."""
         super().restore(contents, beside, tokens)
         self.hold_beside(beside or {})
 
@@ -71,7 +66,6 @@ class CrossLayer(BesideLayer):
 
     @property
     def crossing(self) -> CrossLayer:  # an attribute there, which costs no call
-        """See `PolicyLayer`."""
         return self
 
     @property
@@ -81,7 +75,6 @@ class CrossLayer(BesideLayer):
 
     @property
     def values(self) -> Tensor | None:
-        """See `keys`."""
         return None if self.images is None else self.images[1]
 
     def with_images(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,11 +87,9 @@ class CrossLayer(BesideLayer):
         return images
 
     def beside(self) -> dict[str, Tensor]:
-        """See `BesideLayer.beside`."""
         return {} if self.images is None else dict(zip(IMAGES, self.images, strict=True))
 
     def hold_beside(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `BesideLayer.hold_beside`."""
         self.is_initialized = IMAGES[0] in tensors
         self.images = None
         if self.is_initialized:

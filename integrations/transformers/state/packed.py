@@ -84,28 +84,23 @@ class Packed(StoredKV):
 
     @property
     def shape(self) -> torch.Size:
-        """See `StoredKV.shape`."""
         batch, heads, count, dim = self.recent.shape
         return torch.Size((batch, heads, self.width + count, dim))
 
     @property
     def widths(self) -> tuple[int, int]:
-        """See `StoredKV.widths`."""
         return self.recent.widths
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `StoredKV.dtype`."""
         return self.recent.dtype
 
     @property
     def capacity(self) -> int:
-        """See `StoredKV.capacity`."""
         return self.width + self.recent.capacity
 
     @property
     def slots(self) -> int:
-        """See `StoredKV.slots`."""
         return sum(self.counts) + self.recent.slots
 
     def parts(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -141,15 +136,12 @@ class Packed(StoredKV):
         return whole
 
     def appended(self, keys: Tensor, values: Tensor) -> Packed:
-        """See `StoredKV.appended`."""
         return attrs.evolve(self, recent=self.recent.appended(keys, values))
 
     def with_room(self, count: int) -> StoredKV:
-        """See `StoredKV.with_room`."""
         return attrs.evolve(self, recent=self.recent.with_room(count))
 
     def first(self, count: int) -> StoredKV:
-        """See `StoredKV.first`."""
         recent = self.recent.first(max(count - self.width, 0))
         cut = max(self.width - count, 0)
         if not cut:
@@ -158,7 +150,6 @@ class Packed(StoredKV):
         return attrs.evolve(self._taken(range(len(counts)), counts, recent), width=self.width - cut)
 
     def rows(self, rows: Tensor) -> StoredKV:
-        """See `StoredKV.rows`."""
         heads = self.shape[1]
         taken = [row * heads + head for row in rows.tolist() for head in range(heads)]
         return self._taken(taken, [self.counts[each] for each in taken], self.recent.rows(rows))
@@ -176,9 +167,7 @@ class Packed(StoredKV):
         return Packed(self.storage, chosen, lengths.to(at), tuple(counts), self.width, recent)
 
     def nbytes(self) -> int:
-        """See `StoredKV.nbytes`."""
         return self.chosen.nbytes() + self.recent.nbytes()
 
     def taken_nbytes(self) -> int:
-        """See `StoredKV.taken_nbytes`."""
         return self.chosen.taken_nbytes() + self.recent.taken_nbytes()

@@ -40,11 +40,9 @@ class RecurrentLayer(BesideLayer, LinearAttentionLayer):  # type: ignore[misc]
 
     @property
     def recurrent(self) -> RecurrentLayer:  # an attribute there, which costs no call
-        """See `PolicyLayer`."""
         return self
 
     def settings(self) -> dict[str, Any]:
-        """See `PolicyLayer.settings`."""
         return {"number_of_states": self.number_of_states}
 
     def own_states(self) -> None:
@@ -58,7 +56,6 @@ class RecurrentLayer(BesideLayer, LinearAttentionLayer):  # type: ignore[misc]
         return {name: each for name, each in states.items() if each is not None}
 
     def hold_beside(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `BesideLayer.hold_beside`."""
         device: Any = None
         for index in range(self.number_of_states):
             conv, recurrent = (tensors.get(f"{part}.{index}") for part in PARTS)
@@ -108,7 +105,6 @@ class SharedLayer(EmptyLayer):
         self.lender: PolicyLayer | None = None
 
     def settings(self) -> dict[str, Any]:
-        """See `PolicyLayer.settings`."""
         return {"producer": self.producer}
 
     @property
