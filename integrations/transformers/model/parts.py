@@ -19,7 +19,6 @@ from kvpolicy.integrations.transformers.model.finding import (
     find_decoder,
     layers_within,
     placeholders_of,
-    takes_own_caches_only,
 )
 from kvpolicy.integrations.transformers.model.kinds import (
     FullAttention,
@@ -104,7 +103,7 @@ class ModelParts:
                 )
             if kind.states:
                 check_holds_states(self.layers[index], index, self.attentions[index])
-        self.own_caches_only = takes_own_caches_only(self.decoder)
+        self.own_caches_only = unseen.takes_own_caches_only(self.decoder)
         _ = self.implementation
 
     @property
