@@ -10,7 +10,6 @@ import json
 import math
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import attrs
@@ -69,12 +68,7 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         os.close(self._handle)
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:

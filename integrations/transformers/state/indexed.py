@@ -134,7 +134,6 @@ class IndexedLayer(PolicyLayer):
         return self.index.read()[0][:, 0]
 
     def keep_beside(self, kept: Tensor | None) -> None:
-        """Keep the index keys of the chosen slots; see `PolicyLayer.keep_beside`."""
         shown, self._shown = self._shown, None
         if shown is not None:
             taken = (each if kept is None else gather_slots(each, kept) for each in shown)
@@ -164,7 +163,6 @@ class IndexedLayer(PolicyLayer):
             self.index = self.index.rows(rows)
 
     def beside(self) -> Any:
-        """Return the stored index keys; see `PolicyLayer.beside`."""
         return self.index
 
     def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
@@ -173,7 +171,6 @@ class IndexedLayer(PolicyLayer):
         super().restore(contents, beside, tokens)
 
     def follow(self, tokens: SeenTokens) -> None:
-        """End a forward, and take the new record of seen tokens; see `PolicyLayer.follow`."""
         super().follow(tokens)
         self.attended = self.new_places = self.taking = None
 
@@ -182,11 +179,9 @@ class IndexedLayer(PolicyLayer):
         return super().get_seq_length() if self.attended is None else self.attended.shape[2]
 
     def nbytes(self) -> int:
-        """Return the bytes of the layer's keys, values and index keys; see `PolicyLayer.nbytes`."""
         return super().nbytes() + (0 if self.index is None else self.index.nbytes())
 
     def taken_nbytes(self) -> int:
-        """Return the bytes of slots in use, index keys included; see `PolicyLayer.taken_nbytes`."""
         return super().taken_nbytes() + (0 if self.index is None else self.index.taken_nbytes())
 
     def beside_nbytes(self) -> int:
