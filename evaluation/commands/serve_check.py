@@ -31,12 +31,10 @@ def serve_check(
     ],
     model: Annotated[str, option("NAME", "The model: a folder or a Hub name.")],
     dtype: Annotated[
-        str,
-        option("NAME", "Number format of the served model; auto: the checkpoint's own."),
+        str, option("NAME", "Number format of the served model; auto: the checkpoint's own.")
     ] = "auto",
     memory: Annotated[
-        str,
-        option("SIZE", "Memory for vLLM's blocks, without the weights: 40GB, 24GiB."),
+        str, option("SIZE", "Memory for vLLM's blocks, without the weights: 40GB, 24GiB.")
     ] = "16GiB",
     answer: Annotated[
         int, option("N", "Number of tokens in a question and its answer.", min=1)

@@ -15,9 +15,7 @@ from kvpolicy.registry import PARTS, build_policy, compose, factory_of, paramete
 
 
 def chosen_policy(
-    policy: CachePolicy | str | None,
-    parts: Mapping[str, str | None],
-    arguments: Mapping[str, Any],
+    policy: CachePolicy | str | None, parts: Mapping[str, str | None], arguments: Mapping[str, Any]
 ) -> tuple[CachePolicy, dict[str, Any]]:
     """Build the policy that the harness's model arguments name; return the other arguments too.
 

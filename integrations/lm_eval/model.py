@@ -88,11 +88,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """Return `HFLM`'s description of the model, with the policy and the question mode added."""
-        return {
-            **super().get_model_info(),
-            "policy": str(self.policy),
-            "question": self.question,
-        }
+        return {**super().get_model_info(), "policy": str(self.policy), "question": self.question}
 
     def _take_share(self) -> None:
         """Choose the requests that this process answers, if `HFLM` does not.

@@ -164,10 +164,7 @@ class DocumentDesk:
         return document
 
     def _completed(
-        self,
-        document: ServedDocument,
-        rest: dict[str, Any],
-        made: Callable[[], dict[str, Any]],
+        self, document: ServedDocument, rest: dict[str, Any], made: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
         for field in ("cache_salt", "kv_transfer_params"):
             if field in rest:

@@ -20,11 +20,7 @@ from kvpolicy.integrations.transformers.model.finding import (
     layers_within,
     placeholders_of,
 )
-from kvpolicy.integrations.transformers.model.kinds import (
-    FullAttention,
-    LatentAttention,
-    kinds_of,
-)
+from kvpolicy.integrations.transformers.model.kinds import FullAttention, LatentAttention, kinds_of
 from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEMENTATIONS
 from kvpolicy.integrations.transformers.model.modules import path_to, signature
 from kvpolicy.integrations.transformers.model.quirks import ModelQuirks
