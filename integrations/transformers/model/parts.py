@@ -23,9 +23,8 @@ from kvpolicy.integrations.transformers.model.finding import (
 from kvpolicy.integrations.transformers.model.kinds import FullAttention, LatentAttention, kinds_of
 from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEMENTATIONS
 from kvpolicy.integrations.transformers.model.modules import path_to, signature
-from kvpolicy.integrations.transformers.model.quirks import ModelQuirks
+from kvpolicy.integrations.transformers.model.quirks import ModelQuirks, Temperature
 from kvpolicy.integrations.transformers.model.rotary import stretch
-from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.integrations.transformers.surface import ATTN_IMPLEMENTATION
 from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy
