@@ -14,7 +14,6 @@ from kvpolicy.evaluation.pictures import (
     draw_grid,
     new_figure,
     png,
-    row_axis,
 )
 from kvpolicy.evaluation.results import write_all
 
@@ -121,18 +120,18 @@ def _speedups(rows: list[dict[str, Any]], title: str, legend: str) -> bytes:
     figure = new_figure(_NAME + _COLUMN * len(_PHASES) * max(len(contexts), 2), len(names))
     figure.suptitle(f"times as fast as full context: {title}", fontsize=10)
     panels = figure.subplots(1, len(_PHASES), sharey=True)
-    row_axis(panels[0], names)
+
     columns = [f"{context:,}" for context in contexts] or [""]
     for axes, (phase, words) in zip(panels, _PHASES.items(), strict=True):
         speedup = f"{phase}_speedup"
-        cells = [
-            [
+        cells = {
+            name: [
                 Cell(contexts.index(row["context"]), _speed_text(row, phase), row[speedup])
                 for row in rows
                 if row["policy"] == name and row[speedup]
             ]
             for name in names
-        ]
+        }
         draw_grid(axes, f"{words} by tokens of the prompt", columns, cells, _speed_colour())
     figure.supxlabel(legend, fontsize=8)
     return png(figure)
