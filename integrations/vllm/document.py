@@ -154,11 +154,7 @@ class ServedDocument:
         return {"prompt_token_ids": ids, "cache_salt": self.cache_salt}
 
     def request(self, question_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the fields of an OpenAI completion that asks about the document.
-
-        Args:
-            question_ids: See `prompt`.
-        """
+        """Return the fields of an OpenAI completion that asks about the document; see `prompt`."""
         made = self.prompt(question_ids)
         return {"prompt": made["prompt_token_ids"], **self._named()}
 

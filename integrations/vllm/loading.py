@@ -83,12 +83,8 @@ class DocumentLoader:
 
     def __attrs_post_init__(self) -> None:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvpolicy-documents")
-        if self._on_accelerator:
+        if self.device.type != "cpu":
             self._stream = torch.Stream(self.device)
-
-    @property
-    def _on_accelerator(self) -> bool:
-        return self.device.type != "cpu"
 
     def start(self, loads: Iterable[Load]) -> None:
         """Start the loads of a step."""
@@ -134,7 +130,9 @@ class DocumentLoader:
         document = self.folder.get(load.name)
         if document.digest != load.digest:
             raise DocumentError(f"document {load.name!r} was replaced by another one")
-        return document.entries(sorted(self.writers), self.heads, pinned=self._on_accelerator)
+        # From pinned memory, an accelerator copies by itself.
+        pinned = self._stream is not None
+        return document.entries(sorted(self.writers), self.heads, pinned=pinned)
 
     def _write(self, load: Load, entries: Entries) -> None:
         slots = slots_of(load, self.block_size)

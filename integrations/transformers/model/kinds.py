@@ -78,11 +78,9 @@ class LatentAttention(LayerKind):
 
     Attention computes keys and values from them. A policy's scorer sees these keys and values, head
     by head. All heads keep the same tokens, chosen by the mean of their saliency: the selector gets
-    a context of one head, with what the layer holds as its keys (`LayerContext._for_selector`). The
-    layer holds the latents, the report counts them, and positions are ``[batch, 1, kept_len]``. The
-    module's call is recognised as `routing` says. This behaviour does not depend on this class: it
-    follows from the inputs of the attention function, for any layer whose module makes more heads
-    from the tensors that the cache returns.
+    a context of one head, with what the layer holds as its keys (`LayerContext._for_selector`).
+    This does not depend on this class: it follows from the inputs of the attention function, for
+    any layer whose module makes more heads from the tensors that the cache returns.
     """
 
     name = "latent attention"
@@ -103,10 +101,8 @@ class Indexed(LayerKind):
     tokens that the layer holds, and blocks of tokens are formed anew from these. Policies see all
     keys, not only the picked ones.
 
-    No tokens are dropped between a layer and a later one that uses the slots picked by its indexer.
-    Layers with an indexer run for all tokens that reach them, and nothing is compiled. Where blocks
-    are counted with padding, padded rows are refused. A layer that borrows the slots picked by an
-    earlier layer's indexer keeps the same tokens as that layer.
+    No tokens are dropped between a layer and a later one that borrows the slots picked by its
+    indexer, and keeps the same tokens. Such layers run for all tokens that reach them.
     """
 
     name = "with an indexer"
@@ -150,9 +146,8 @@ class Recurrent(LayerKind):
     others. Its mask tells tokens from padding, and is made for the tokens that reach it.
 
     No mask makes a state skip padding between tokens, and no token can be removed from a state. So
-    draft tokens, `crop` and turns with padding behind tokens are refused. Memory for an answer
-    grows in a model with such layers, and nothing is compiled. A model that keeps states in its own
-    modules, where calls with another cache change them, is refused.
+    draft tokens, `crop` and turns with padding behind tokens are refused. So is a model that keeps
+    states in its own modules, where calls with another cache change them.
     """
 
     name = "recurrent"
