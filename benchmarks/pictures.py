@@ -10,11 +10,10 @@ from kvpolicy.evaluation.comparison.times import Ratio
 from kvpolicy.evaluation.extras import MissingExtraError, require
 from kvpolicy.evaluation.pictures import (
     Cell,
+    Colour,
     draw_grid,
     new_figure,
     png,
-    row_axis,
-    speed_colour,
 )
 from kvpolicy.evaluation.results import write_all
 
@@ -121,19 +120,19 @@ def _speedups(rows: list[dict[str, Any]], title: str, legend: str) -> bytes:
     figure = new_figure(_NAME + _COLUMN * len(_PHASES) * max(len(contexts), 2), len(names))
     figure.suptitle(f"times as fast as full context: {title}", fontsize=10)
     panels = figure.subplots(1, len(_PHASES), sharey=True)
-    row_axis(panels[0], names)
+
     columns = [f"{context:,}" for context in contexts] or [""]
     for axes, (phase, words) in zip(panels, _PHASES.items(), strict=True):
         speedup = f"{phase}_speedup"
-        cells = [
-            [
+        cells = {
+            name: [
                 Cell(contexts.index(row["context"]), _speed_text(row, phase), row[speedup])
                 for row in rows
                 if row["policy"] == name and row[speedup]
             ]
             for name in names
-        ]
-        draw_grid(axes, f"{words} by tokens of the prompt", columns, cells, speed_colour())
+        }
+        draw_grid(axes, f"{words} by tokens of the prompt", columns, cells, _speed_colour())
     figure.supxlabel(legend, fontsize=8)
     return png(figure)
 
@@ -141,3 +140,16 @@ def _speedups(rows: list[dict[str, Any]], title: str, legend: str) -> bytes:
 def _speed_text(row: dict[str, Any], phase: str) -> str:
     mark = "" if row.get(f"{phase}_steady", True) else "?"
     return f"{row[f'{phase}_speedup']:.2f}{mark} ({row[f'{phase}_allowed']:.2f})"
+
+
+def _speed_colour() -> Callable[[float], Colour]:
+    """Return a colour map for speeds: white at the baseline's, green faster, purple slower.
+
+    Twice as fast is as far from white as half as fast; what is beyond four times looks the same.
+    """
+    from math import log2
+
+    from matplotlib import colormaps
+
+    found = colormaps["PRGn"]
+    return lambda value: found(0.5 + 0.2 * max(-2.0, min(2.0, log2(value))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -38,34 +38,26 @@ def new_figure(width: float, rows: int) -> Figure:
     return Figure(figsize=(width, MARGIN + ROW * rows), layout="constrained")
 
 
-def row_axis(axes: Axes, names: Sequence[str]) -> None:
-    """Set up matplotlib axes with one labelled line per row, the first at the top."""
-    axes.set_ylim(len(names), 0)
-    axes.set_yticks([index + 0.5 for index in range(len(names))], names, fontsize=_TEXT)
-    axes.tick_params(left=False, bottom=False, top=False)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
 def draw_grid(
     axes: Axes,
     title: str,
     columns: Sequence[str],
-    rows: Sequence[Sequence[Cell]],
+    rows: Mapping[str, Sequence[Cell]],
     colour: Callable[[float], Colour],
 ) -> None:
-    """Draw rows of coloured cells on axes of `row_axis`; missing cells stay empty."""
+    """Draw rows of coloured cells by their names, the first at the top; missing cells are empty."""
     from matplotlib.patches import Rectangle
 
     axes.set_title(title, fontsize=_TEXT + 1, pad=8)
     axes.set_xlim(0, len(columns))
+    axes.set_ylim(len(rows), 0)
     axes.xaxis.tick_top()
+    axes.set_yticks([index + 0.5 for index in range(len(rows))], [*rows], fontsize=_TEXT)
     axes.set_xticks([index + 0.5 for index in range(len(columns))], columns, fontsize=_TEXT)
     spot = axes.get_subplotspec()
     axes.tick_params(left=False, top=False, labelleft=spot is None or spot.is_first_col())
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    for index, cells in enumerate(rows):
+    axes.spines[:].set_visible(False)
+    for index, cells in enumerate(rows.values()):
         for cell in cells:
             look = colour(cell.value)
             place, size = (cell.column + 0.02, index + 0.04), (0.96, 0.92)
@@ -81,19 +73,6 @@ def accuracy_colour() -> Callable[[float], Colour]:
     found = colormaps["YlGnBu"]
     # The darkest colours are left out, since they are hard to tell apart.
     return lambda value: found(0.04 + 0.7 * value / 100)
-
-
-def speed_colour() -> Callable[[float], Colour]:
-    """Return a colour map for speeds: white at the baseline's, green faster, purple slower.
-
-    Twice as fast is as far from white as half as fast; what is beyond four times looks the same.
-    """
-    from math import log2
-
-    from matplotlib import colormaps
-
-    found = colormaps["PRGn"]
-    return lambda value: found(0.5 + 0.2 * max(-2.0, min(2.0, log2(value))))
 
 
 def png(figure: Figure) -> bytes:

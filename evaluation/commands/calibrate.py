@@ -22,19 +22,16 @@ def calibrate(
     seed: shared.Seed = CALIBRATION_SEED_OFFSET,
     tsp_rate: shared.TspRate = 0.2,
     assignments: Annotated[
-        list[str] | None,
-        option("NAME=VALUE", f"Set {', '.join(DROP)}; repeatable.", "--set"),
+        list[str] | None, option("NAME=VALUE", f"Set {', '.join(DROP)}; repeatable.", "--set")
     ] = None,
     max_layer: Annotated[
-        int | None,
-        option("N", "Last layer to try; default: FastKV's own layer.", min=0),
+        int | None, option("N", "Last layer to try; default: FastKV's own layer.", min=0)
     ] = None,
     criterion: Annotated[
         str, option("NAME", f"How to choose the layer: {' or '.join(CRITERIA)}.")
     ] = CRITERIA[0],
     tolerance: Annotated[
-        float,
-        option("X", "With earliest, the largest normalised distance that is close."),
+        float, option("X", "With earliest, the largest normalised distance that is close.")
     ] = TOLERANCE,
     model: shared.ModelName = None,
     dtype: shared.Dtype = "auto",

@@ -43,8 +43,7 @@ def compare(
     context: shared.Context = 1500,
     count: shared.Count = 16,
     later: Annotated[
-        bool,
-        option(None, "Policies read the document before they know the question.", "--later"),
+        bool, option(None, "Policies read the document before they know the question.", "--later")
     ] = False,
     all_policies: Annotated[bool, option(None, "All policies, not only eleven.", "--all")] = False,
     tsp_layers: Annotated[
@@ -53,8 +52,7 @@ def compare(
     ] = None,
     seed: shared.Seed = 0,
     rounds: Annotated[
-        int,
-        option("N", "Prompts that are timed; fewer than 5 tell no time.", min=0),
+        int, option("N", "Prompts that are timed; fewer than 5 tell no time.", min=0)
     ] = 5,
     answer_tokens: Annotated[int, option("N", "Tokens decoded for each of them.", min=1)] = 16,
     threads: shared.Threads = None,

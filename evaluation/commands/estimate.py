@@ -23,8 +23,7 @@ def estimate(
     ],
     context: Annotated[int, option("N", "Number of tokens in the prompt.", min=1)],
     dtype: Annotated[
-        str,
-        option("NAME", f"Number format of weights, keys and values: {', '.join(DTYPE_NAMES)}."),
+        str, option("NAME", f"Number format of weights, keys and values: {', '.join(DTYPE_NAMES)}.")
     ] = "bfloat16",
     answer_tokens: Annotated[int, option("N", "Number of tokens in the answer.", min=1)] = 1024,
     json_file: Json = None,

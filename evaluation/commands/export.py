@@ -16,10 +16,7 @@ DEFAULT = "replaykv"
 def export(
     *,
     prompt_file: shared.RequiredPromptFile,
-    to: Annotated[
-        Path,
-        option("FILE", "File to write: DIR/NAME.safetensors; requests use NAME."),
-    ],
+    to: Annotated[Path, option("FILE", "File to write: DIR/NAME.safetensors; requests use NAME.")],
     model: shared.ModelName = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "cpu",

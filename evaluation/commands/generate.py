@@ -45,8 +45,7 @@ def generate(
     device: shared.Device = "cpu",
     beyond_positions: shared.BeyondPositions = False,
     answer_tokens: Annotated[
-        int,
-        option("N", "Largest number of tokens to generate.", min=1),
+        int, option("N", "Largest number of tokens to generate.", min=1)
     ] = 128,
     sample: Annotated[
         bool, option(None, "Sample the answer; default: greedy.", "--sample")

@@ -31,12 +31,10 @@ def serve_check(
     ],
     model: Annotated[str, option("NAME", "The model: a folder or a Hub name.")],
     dtype: Annotated[
-        str,
-        option("NAME", "Number format of the served model; auto: the checkpoint's own."),
+        str, option("NAME", "Number format of the served model; auto: the checkpoint's own.")
     ] = "auto",
     memory: Annotated[
-        str,
-        option("SIZE", "Memory for vLLM's blocks, without the weights: 40GB, 24GiB."),
+        str, option("SIZE", "Memory for vLLM's blocks, without the weights: 40GB, 24GiB.")
     ] = "16GiB",
     answer: Annotated[
         int, option("N", "Number of tokens in a question and its answer.", min=1)
@@ -121,8 +119,7 @@ def _model(model: str, dtype: str) -> ServedModel:
     name = check_model_name(model)
     config: Any = AutoConfig.from_pretrained(name)
     if dtype == "auto":
-        own = config.get_text_config().dtype
-        dtype = "float32" if own is None else str(own).removeprefix("torch.")
+        dtype = config.get_text_config().dtype or "float32"
     elif dtype not in DTYPE_NAMES:
         raise ValueError(f"--dtype must be auto or one of {', '.join(DTYPE_NAMES)}, got {dtype}")
     return ServedModel.named(name, config, dtype)

@@ -22,20 +22,16 @@ def plain_console(*, stderr: bool = False) -> Console:
 @contextmanager
 def progress_bar(console: Console | None = None) -> Iterator[Progress]:
     """Show a progress bar on a console, stderr by default; yield the function that updates it."""
-    columns = (
+    console = console or Console(stderr=True)
+    with Bars(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-    )
-    console = console or Console(stderr=True)
-    # Without a terminal, a bar would leave only an empty line.
-    disable = not console.is_terminal
-    with Bars(
-        *columns,
         console=console,
         transient=True,
-        disable=disable,
+        # Without a terminal, a bar would leave only an empty line.
+        disable=not console.is_terminal,
         # Output to another stream must not be drawn into this one.
         redirect_stdout=False,
         redirect_stderr=console.stderr,

@@ -59,8 +59,7 @@ def plot_comparison(found: Comparison) -> bytes:
         axes.grid(axis="y", color="#eeeeee")
         axes.set_axisbelow(True)
         axes.tick_params(left=False)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right", "left"]].set_visible(False)
     asked = "asked after reading" if found.later else "known while reading"
     figure.suptitle(f"prompts of up to {found.longest:,} tokens, the question {asked}", fontsize=10)
     return png(figure)

@@ -64,10 +64,7 @@ def comparison_table(found: Comparison) -> Table:
             if scored:
                 cells += [_right(each) for each in (row.total, *(row.kinds[it] for it in shown))]
             lost = found.lost(row)
-            cells += [
-                "" if row is found.full else f"{lost:.2f}",
-                f"{100 * row.total.held:.1f}",
-            ]
+            cells += ["" if row is found.full else f"{lost:.2f}", f"{100 * row.total.held:.1f}"]
             if timed:
                 cells += [_time(found, row, what) for what in ("prefill", "decode")]
             table.add_row(*cells)

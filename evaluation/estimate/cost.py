@@ -86,11 +86,7 @@ class Estimate:
 
 
 def estimate_cost(
-    policy: CachePolicy,
-    shape: ModelShape,
-    context_len: int,
-    *,
-    answer_len: int = 0,
+    policy: CachePolicy, shape: ModelShape, context_len: int, *, answer_len: int = 0
 ) -> Estimate:
     """Estimate what one prompt and its answer cost under a policy, without running a model.
 

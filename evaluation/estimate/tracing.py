@@ -16,12 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental import _config as without_numbers
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    DynamicCache,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 from transformers.utils import logging
 
 from kvpolicy.errors import UnsupportedModelError

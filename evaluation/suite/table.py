@@ -11,7 +11,7 @@ from typing import Any
 from kvpolicy.evaluation.defaults import FULL_CONTEXT
 from kvpolicy.evaluation.intervals import paired_difference, share_interval
 from kvpolicy.evaluation.pictures import Cell as Square
-from kvpolicy.evaluation.pictures import accuracy_colour, draw_grid, new_figure, png, row_axis
+from kvpolicy.evaluation.pictures import accuracy_colour, draw_grid, new_figure, png
 from kvpolicy.evaluation.suite.folder import Cell, Sample
 
 HEADERS = ("policy", "n", "score [95%]", "to full [95%]", "KV MB", "prefill s")
@@ -120,15 +120,15 @@ def plot_rows(rows: Sequence[Row]) -> bytes:
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     places = list(dict.fromkeys(row["place"] for row in rows))
     full = {row["place"]: row for row in rows if row["policy"] == FULL_CONTEXT}
-    grid: list[list[Square]] = [[] for _ in policies]
+    grid: dict[str, list[Square]] = {policy: [] for policy in policies}
     for row in rows:
         cell = Square(places.index(row["place"]), f"{row['score']:.0f}", row["score"])
-        grid[policies.index(row["policy"])].append(cell)
+        grid[row["policy"]].append(cell)
     wide = max(1.5, _COLUMN * len(places))
     figure = new_figure(0.075 * max(map(len, policies)) + wide + _COSTS, len(policies))
     figure.set_figheight(figure.get_figheight() + 0.055 * max(map(len, places)))
     scores, costs = figure.subplots(1, 2, sharey=True, width_ratios=(wide, _COSTS - 0.4))
-    row_axis(scores, policies)
+
     draw_grid(scores, "score, %", places, grid, accuracy_colour())
     for label in scores.get_xticklabels():
         label.set(rotation=40, ha="left", rotation_mode="anchor")
@@ -143,6 +143,5 @@ def plot_rows(rows: Sequence[Row]) -> bytes:
     costs.axvline(1, color="black", linewidth=1, linestyle=":")
     costs.set_title("KV held (blue), prefill time (grey)\nfull context = 1", fontsize=9)
     costs.tick_params(left=False, labelleft=False)
-    for side in ("top", "right", "left"):
-        costs.spines[side].set_visible(False)
+    costs.spines[["top", "right", "left"]].set_visible(False)
     return png(figure)

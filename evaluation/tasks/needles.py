@@ -67,12 +67,6 @@ class Needles(SizedTask):
     - ``number``: one fact, whose answer is a number of seven digits.
     - ``keys``: four numbers of different places, one of which is asked for.
     - ``values``: two numbers of one place, both of which are asked for; scored by the share found.
-
-    Args:
-        kinds: The kinds.
-
-    Raises:
-        ValueError: There are none, or one is unknown.
     """
 
     name: ClassVar[str] = "needles"

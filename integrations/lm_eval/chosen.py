@@ -15,27 +15,13 @@ from kvpolicy.registry import PARTS, build_policy, compose, factory_of, paramete
 
 
 def chosen_policy(
-    policy: CachePolicy | str | None,
-    parts: Mapping[str, str | None],
-    arguments: Mapping[str, Any],
+    policy: CachePolicy | str | None, parts: Mapping[str, str | None], arguments: Mapping[str, Any]
 ) -> tuple[CachePolicy, dict[str, Any]]:
     """Build the policy that the harness's model arguments name; return the other arguments too.
 
-    Args:
-        policy: A policy, a registered name, or None: a composition where a part is named, else
-            the full context.
-        parts: By kind, a composition's parts as texts such as ``"last_query"`` or
-            ``"window_max_pool:window_size=16"``; None for a part that is not named.
-        arguments: All further arguments, of the policy and of the model.
-
-    Returns:
-        The policy, and the arguments that are left.
-
-    Raises:
-        TypeError: ``policy`` is not a policy, a name or None.
-        UnknownPolicyError: A name is not registered.
-        ValueError: Both a policy and a part are named, or an argument is a parameter of policies
-            that the chosen one does not take.
+    ``parts`` are by kind a composition's parts, such as ``"window_max_pool:window_size=16"``, None
+    where none is named; ``arguments`` are all others, of the policy and of the model. Without a
+    policy and parts it is the full context.
     """
     named = {kind: PartOption.parse(text, kind) for kind, text in parts.items() if text is not None}
     if policy is not None and named:
@@ -76,12 +62,7 @@ def _all_parameters() -> set[str]:
 def check_model_arguments(arguments: Mapping[str, Any], *, loaded: bool) -> None:
     """Check the arguments left for `HFLM`, which would silently ignore unknown ones.
 
-    Args:
-        arguments: The arguments.
-        loaded: Whether the model is given as an object, so that none are for loading it.
-
-    Raises:
-        ValueError: An argument would have no effect, or does not go with a policy.
+    If the model is given ``loaded``, none are for loading it.
     """
     known = inspect.signature(HFLM.__init__).parameters
     unknown = [name for name in arguments if name not in known]

@@ -35,13 +35,7 @@ class RequestCosts:
 
 @attrs.frozen
 class RowsHeld:
-    """The numbers of tokens and bytes that a cache holds, row by row.
-
-    Args:
-        tokens: Tokens seen, by row.
-        kept: Tokens held, the mean over layers that hold some and their KV heads, by row.
-        nbytes: Bytes of their keys and values, by row.
-    """
+    """What a cache has seen and keeps, row by row; see `RequestCosts`."""
 
     tokens: tuple[int, ...]
     kept: tuple[float, ...]
@@ -70,11 +64,7 @@ class RowsHeld:
 
 
 class PrefillClock(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that measures prefill time and cache contents when first called.
-
-    Args:
-        cache: The cache that is about to read the prompts.
-    """
+    """A logits processor that measures prefill time and cache contents when first called."""
 
     def __init__(self, cache: PolicyCache) -> None:
         self.cache = cache
@@ -90,27 +80,16 @@ class PrefillClock(LogitsProcessor):  # type: ignore[misc]
         return scores
 
     def costs(self, rows: int) -> list[RequestCosts]:
-        """Return the costs of each prompt, once `generate` has ended.
-
-        Args:
-            rows: Number of prompts. The cache has one row a prompt or, in beam search, one row a
-                beam; the bytes of a prompt are then the bytes of all its beams.
-        """
-        assert self.held is not None
+        """Return the costs of each of ``rows`` prompts, once `generate` has ended."""
+        held, total = self.held, now() - self.begin
+        assert held is not None
         assert self.seconds is not None
-        beams, held = len(self.held.tokens) // rows, self.held
-        nbytes = tuple(beams * each for each in held.nbytes[::beams])
-        first = RowsHeld(held.tokens[::beams], held.kept[::beams], nbytes)
-        return costs_of(first, self.seconds, now() - self.begin)
-
-
-def costs_of(held: RowsHeld, prefill_seconds: float, total_seconds: float) -> list[RequestCosts]:
-    """Return the costs of each row of a batch, with an equal share of the batch's time."""
-    rows = len(held.tokens)
-    return [
-        RequestCosts(tokens, kept, nbytes, prefill_seconds / rows, total_seconds / rows)
-        for tokens, kept, nbytes in zip(held.tokens, held.kept, held.nbytes, strict=True)
-    ]
+        beams = len(held.tokens) // rows  # of a prompt, whose bytes are those of all its beams
+        seconds = self.seconds / rows, total / rows
+        return [
+            RequestCosts(held.tokens[row], held.kept[row], beams * held.nbytes[row], *seconds)
+            for row in range(0, len(held.tokens), beams)
+        ]
 
 
 def now() -> float:

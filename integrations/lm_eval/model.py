@@ -88,11 +88,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """Return `HFLM`'s description of the model, with the policy and the question mode added."""
-        return {
-            **super().get_model_info(),
-            "policy": str(self.policy),
-            "question": self.question,
-        }
+        return {**super().get_model_info(), "policy": str(self.policy), "question": self.question}
 
     def _take_share(self) -> None:
         """Choose the requests that this process answers, if `HFLM` does not.
@@ -167,12 +163,8 @@ class PolicyLM(HFLM):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Read the batch's documents into the cache; return the prompts padded anew.
 
-        A returned row is the padded document followed by the padded question.
-
-        Args:
-            cache: The cache that reads them.
-            context: ``[batch, len]`` the prompts, padded and truncated on the left.
-            mask: ``[batch, len]``.
+        A row of ``context`` and ``mask``, ``[batch, len]``, is a prompt, padded and truncated on
+        the left. A returned row is the padded document followed by the padded question.
         """
         documents, questions = [], []
         for request, row, real in zip(self._batch, context, mask.bool(), strict=True):

@@ -40,18 +40,9 @@ class Continuation:
         """Split a context into the document, on which the policy acts, and the rest.
 
         The last token of a context is never given to the policy: on the prompt that a policy acts
-        on, logits are those of the full context.
-
-        Args:
-            context: Ids of the context.
-            scored: Ids of the continuation.
-            document_len: Tokens of the context that are its document; None for all of it.
-            max_length: Tokens that a model reads at most; more are cut off on the left, as `HFLM`
-                does.
-
-        Raises:
-            ValueError: The continuation is longer than ``max_length``, or nothing is left of the
-                document.
+        on, logits are those of the full context. Without a ``document_len`` all of the context is
+        the document. What a model of ``max_length`` does not read is cut off on the left, as `HFLM`
+        does.
         """
         if len(scored) > max_length:
             raise ValueError(
@@ -77,12 +68,9 @@ class Continuation:
 
 @attrs.frozen
 class Score:
-    """The result for one continuation: its log-likelihood, greedy match and costs.
+    """The result for one continuation; ``is_greedy`` if each of its tokens is the likeliest one.
 
-    Args:
-        log_likelihood: The sum of its tokens' log-probabilities.
-        is_greedy: Whether every token is the most likely one.
-        costs: The costs of the request; the seconds of a batch are shared by its continuations.
+    The seconds of a batch are shared by its continuations.
     """
 
     log_likelihood: float
@@ -92,15 +80,7 @@ class Score:
 
 @attrs.frozen
 class CacheScorer:
-    """A scorer of continuations whose contexts a model reads under a policy.
-
-    Args:
-        model: The model.
-        policy: The policy.
-        batch_size: Rows of a forward.
-        pad: The id of padding.
-        softmax_dtype: As `HFLM` takes it.
-    """
+    """A scorer of continuations whose contexts a model reads under a policy."""
 
     model: torch.nn.Module
     policy: CachePolicy
@@ -109,15 +89,9 @@ class CacheScorer:
     softmax_dtype: torch.dtype | None = None
 
     def score(self, requests: Mapping[int, Continuation]) -> Iterator[dict[int, Score]]:
-        """Score continuations after reading the documents before them, batch by batch.
+        """Score continuations batch by batch, by the index that the caller has given them.
 
         A document is read once, however many continuations it has.
-
-        Args:
-            requests: The continuations, by an index that the caller chooses.
-
-        Yields:
-            Scores by index.
         """
         documents: dict[tuple[int, ...], list[int]] = {}
         for index, request in requests.items():

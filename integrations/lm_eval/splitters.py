@@ -29,16 +29,7 @@ def register_splitter(pattern: str, splitter: Splitter) -> None:
 
 
 def document_end(task: str | None, doc: Mapping[str, Any], prompt: str) -> int:
-    """Return at which character of a prompt its document ends.
-
-    Args:
-        task: The task's name.
-        doc: The task's document.
-        prompt: The whole prompt.
-
-    Raises:
-        ValueError: No splitter is registered for the task, or it does not find the document.
-    """
+    """Return at which character of a prompt its document ends, by the task's splitter."""
     matching = [each for each in _splitters if fnmatch.fnmatchcase(task or "", each)]
     if not matching:
         raise ValueError(

@@ -67,9 +67,10 @@ class PolicyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._resident_bytes = int(float(extra("resident_gib", RESIDENT_GIB)) * 2**30)
         self._loader: DocumentLoader | None = None
         if role == KVConnectorRole.SCHEDULER:
+            served = vllm_config.model_config
             self._scheduler = DocumentScheduler(
                 self._folder,
-                served_model(vllm_config),
+                ServedModel.named(served.model, served.hf_text_config, served.dtype),
                 bool(vllm_config.cache_config.enable_prefix_caching),
             )
 
@@ -151,13 +152,6 @@ class PolicyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Stop reading documents."""
         if self._loader is not None:
             self._loader.close()
-
-
-def served_model(vllm_config: Any) -> ServedModel:
-    """Describe the model that vLLM serves."""
-    config = vllm_config.model_config
-    dtype = str(config.dtype).removeprefix("torch.")
-    return ServedModel.named(config.model, config.hf_text_config, dtype)
 
 
 def _check_server(vllm_config: Any, kv_cache_config: Any) -> None:

@@ -34,19 +34,10 @@ KINDS = ("keys", "values")
 class DocumentFacts:
     """The facts in a document's file besides keys and values, such as its policy and model.
 
-    Args:
-        length: Number of entries held in every head of every layer.
-        read_len: Number of tokens read.
-        layers: Number of layers.
-        kv_heads: Number of KV heads.
-        head_dim: Channels of a key.
-        value_dim: Channels of a value.
-        dtype: Their precision, such as ``"bfloat16"``.
-        vocab_size: Number of ids of the model.
-        policy: The policy's description.
-        policy_text: The policy as code.
-        chat: Whether the document is the beginning of the first user message of a chat.
-        nonce: Random characters, so that nobody can guess the digest.
+    Of the ``read_len`` tokens of the document, every head of every layer holds ``length`` entries,
+    of ``dtype``, such as ``"bfloat16"``. ``policy_text`` is the policy as code. ``chat`` says if
+    the document is the beginning of the first user message of a chat. ``nonce`` is random, so that
+    nobody can guess the digest.
     """
 
     length: int
@@ -163,11 +154,7 @@ class ServedDocument:
         return {"prompt_token_ids": ids, "cache_salt": self.cache_salt}
 
     def request(self, question_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the fields of an OpenAI completion that asks about the document.
-
-        Args:
-            question_ids: See `prompt`.
-        """
+        """Return the fields of an OpenAI completion that asks about the document; see `prompt`."""
         made = self.prompt(question_ids)
         return {"prompt": made["prompt_token_ids"], **self._named()}
 
@@ -287,11 +274,6 @@ def placeholder_ids(digest: str, length: int, vocab_size: int) -> tuple[int, ...
 
     They come from the second quarter of the vocabulary. Special tokens, which parsers look for in
     prompts, are at its ends.
-
-    Args:
-        digest: The document's digest.
-        length: Number of ids.
-        vocab_size: Number of ids of the model.
     """
     first = vocab_size // 4
     count = max(vocab_size // 2 - first, 1)
@@ -325,15 +307,8 @@ def write_document(
 ) -> ServedDocument:
     """Write a document's file completely or not at all.
 
-    Args:
-        path: The file; its name must end in ``.safetensors``.
-        facts: What is said of it.
-        model: The fingerprint of the model that read it.
-        entries: For each layer, contiguous keys and values ``[kv_heads, length, head_dim]`` on the
-            CPU.
-
-    Raises:
-        OSError: The file cannot be written.
+    ``entries`` are for each layer contiguous keys and values ``[kv_heads, length, head_dim]`` on
+    the CPU.
     """
     text, (named, samples) = json.dumps(attrs.asdict(facts, recurse=False)), model.packed()
     pairs = [torch.stack([head_digests(each) for each in layer]) for layer in entries]
@@ -357,11 +332,7 @@ def write_document(
 
 
 def read_document(file: TensorFile) -> ServedDocument:
-    """Read a document's facts from its open file.
-
-    Raises:
-        DocumentError: The file was not written by `export`, or was changed.
-    """
+    """Read a document's facts from its open file, or raise DocumentError if it is no document's."""
     name, metadata = file.path.name, file.metadata
     if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
         raise DocumentError(

@@ -62,12 +62,9 @@ class RequestError(ValueError):
 
 @attrs.define(eq=False)
 class DocumentDesk:
-    """Turns questions about documents into vLLM's own requests.
+    """Turns questions about documents into vLLM's own requests, or raises `RequestError`.
 
     Args:
-        folder: The documents.
-        model: The served model.
-        tokenizer: Its tokenizer.
         chat_template: The server's chat template; None for the tokenizer's own.
         defaults: Sampling parameters that the server adds to requests.
     """
@@ -97,12 +94,7 @@ class DocumentDesk:
     def completed(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of vLLM's completion request for a question about a document.
 
-        Args:
-            name: The document.
-            body: A completion's body with ``question``, a text or ids, in place of ``prompt``.
-
-        Raises:
-            RequestError: It cannot be served.
+        ``body`` is a completion's with ``question``, a text or ids, in place of ``prompt``.
         """
         document = self._document(name)
         if document.facts.chat:
@@ -122,13 +114,8 @@ class DocumentDesk:
     def chatted(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of vLLM's chat completion request for a chat about a document.
 
-        Args:
-            name: The document.
-            body: A chat completion's body. Its first message is the question that follows the
-                document in the user's message.
-
-        Raises:
-            RequestError: It cannot be served.
+        The first message in ``body`` is the question that follows the document in the user's
+        message.
         """
         document = self._document(name)
         if not document.facts.chat:
@@ -177,10 +164,7 @@ class DocumentDesk:
         return document
 
     def _completed(
-        self,
-        document: ServedDocument,
-        rest: dict[str, Any],
-        made: Callable[[], dict[str, Any]],
+        self, document: ServedDocument, rest: dict[str, Any], made: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
         for field in ("cache_salt", "kv_transfer_params"):
             if field in rest:
@@ -194,11 +178,7 @@ class DocumentDesk:
             raise RequestError(str(error)) from None
 
     def check(self, body: Mapping[str, Any]) -> None:
-        """Check a request to one of vLLM's own routes, if it concerns documents.
-
-        Raises:
-            RequestError: It cannot be served.
-        """
+        """Check a request to one of vLLM's own routes, if it concerns documents."""
         parameters, salt = body.get("kv_transfer_params"), body.get("cache_salt")
         name, ids = named_document(parameters), body.get("prompt")
         if "messages" in body and isinstance(parameters, Mapping):
@@ -234,9 +214,7 @@ class DocumentDesk:
 class DocumentRequests:
     """ASGI middleware that rewrites requests for documents, or refuses them with the reason.
 
-    Args:
-        app: The server.
-        plugin: The plugin, which has a desk once the server has started.
+    The ``plugin`` has a desk once the server has started.
     """
 
     app: App
@@ -371,9 +349,7 @@ class DocumentEndpoint:
             template = Path(template).read_text()
         self.desk = DocumentDesk(
             DocumentFolder(Path(transfer.kv_connector_extra_config["documents"])),
-            ServedModel.named(
-                model.model, model.hf_text_config, str(model.dtype).removeprefix("torch.")
-            ),
+            ServedModel.named(model.model, model.hf_text_config, model.dtype),
             engine_client.renderer.get_tokenizer(),
             template,
             model.get_diff_sampling_param(),

@@ -32,6 +32,7 @@ from kvpolicy.integrations.transformers.model.rotary import (
 from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.storage import QuantizedStorage
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.integrations.vllm.document import (
     NAME,
     SUFFIX,
@@ -98,14 +99,12 @@ def export(
     target = check_target(path)
     parts = ModelParts(model)
     _check_model(parts)
-    _check_read(cache)
     with cache.attached(model):
-        row = _row(cache, row)
+        tokens = _read_by(cache)
+        row = _row(tokens, row)
         turns = _turns(model, parts)
         held = [_entries(layer, row) for layer in cache.layers]
         length = _length(cache, held)
-        tokens = cache._reader.tokens
-        assert tokens is not None
         read_len = int(tokens.lengths[row])
         skipped = 0 if tokens.skipped is None else int(tokens.skipped[row])
         by = length - (read_len - skipped)
@@ -134,15 +133,7 @@ def export(
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
-    """Check that a document can be written to a path, and return it.
-
-    Args:
-        path: The file, NAME.safetensors.
-
-    Raises:
-        TypeError: It is no path.
-        ValueError: Its name is none that requests can have, or its folder does not exist.
-    """
+    """Return the path after a check that a document can be written there."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or os.PathLike, got {path!r}")
     target = Path(path)
@@ -179,19 +170,20 @@ def _unsupported(parts: ModelParts, reason: str) -> UnsupportedModelError:
     )
 
 
-def _check_read(cache: PolicyCache) -> None:
-    if cache._reader.tokens is None or cache._reader.now.chunks is not None:
+def _read_by(cache: PolicyCache) -> SeenTokens:
+    """Return the tokens that a cache has read, after a check that it can be exported."""
+    tokens = cache._reader.tokens
+    if tokens is None or cache._reader.now.chunks is not None:
         raise ValueError("cache must have read a whole prompt to be exported, got one that has not")
     if isinstance(cache.storage, QuantizedStorage):
         raise ValueError(
             "storage of the cache must hold keys exactly to be exported, got "
             f"{cache.storage}; read the document into a PolicyCache without it"
         )
+    return tokens
 
 
-def _row(cache: PolicyCache, row: int | None) -> int:
-    tokens = cache._reader.tokens
-    assert tokens is not None
+def _row(tokens: SeenTokens, row: int | None) -> int:
     if row is None and (tokens.batch > 1 or tokens.padded):
         raise ValueError(
             f"row must be given for a cache of {tokens.batch} rows"

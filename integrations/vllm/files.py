@@ -10,7 +10,6 @@ import json
 import math
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import attrs
@@ -47,16 +46,11 @@ class _Entry:
 class TensorFile:
     """An open safetensors file, from which tensors or some of their rows are read.
 
-    It goes on reading the same file if another one takes its name. Use it in a `with` block.
-
-    Args:
-        path: The file.
+    It goes on reading the same file if another one takes its name. Use it in a `with` block. A
+    DocumentError says that the file cannot be read, or is not a whole safetensors file.
 
     Attributes:
         metadata: The strings of the header.
-
-    Raises:
-        DocumentError: The file cannot be read, or is not a whole safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,36 +68,18 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         os.close(self._handle)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return self._entry(name).shape
-
-    def read(self, name: str, rows: slice | None = None, *, pinned: bool = False) -> Tensor:
-        """Read a tensor.
-
-        Args:
-            name: Its name.
-            rows: Which indices of the first axis to read; None reads all.
-            pinned: Whether to read into pinned memory, from which a GPU copies by itself.
-
-        Raises:
-            DocumentError: The file has no such tensor, or ends before its end.
-        """
-        entry = self._entry(name)
-        first, last = 0, entry.shape[0] if entry.shape else 1
-        if rows is not None:
-            first, last, _ = rows.indices(last)
-        shape = (last - first, *entry.shape[1:]) if entry.shape else ()
-        found = torch.empty(shape, dtype=entry.dtype, pin_memory=pinned)
-        row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """Read a tensor, or only some indices of its first axis."""
+        if name not in self._entries:
+            raise DocumentError(f"{self.path.name} is no whole document: it lacks {name}")
+        entry = self._entries[name]
+        count, *others = entry.shape
+        first, last, _ = rows.indices(count)
+        found = torch.empty(last - first, *others, dtype=entry.dtype)
+        row = math.prod(others) * entry.dtype.itemsize
         try:
             if found.numel():
                 self._fill(memoryview(bytes_of(found)), entry.start + first * row)
@@ -119,15 +95,10 @@ class TensorFile:
                 raise DocumentError(f"{self.path.name} ends too early; export the document again")
             done += count
 
-    def _entry(self, name: str) -> _Entry:
-        if name not in self._entries:
-            raise DocumentError(f"{self.path.name} is no whole document: it lacks {name}")
-        return self._entries[name]
-
     def _header(self) -> tuple[dict[str, str], dict[str, _Entry]]:
         size = os.fstat(self._handle).st_size
         try:
-            (length,) = (int.from_bytes(os.pread(self._handle, 8, 0), "little"),)
+            length = int.from_bytes(os.pread(self._handle, 8, 0), "little")
             if not 2 <= length <= min(LARGEST_HEADER, size - 8):
                 raise ValueError(f"its header would have {length} bytes of {size}")
             read: dict[str, Any] = json.loads(os.pread(self._handle, length, 8))
@@ -141,7 +112,8 @@ class TensorFile:
 
 
 def _entry(read: Any, data: int, size: int) -> _Entry:
-    dtype, shape = DTYPES[read["dtype"]], tuple(map(int, read["shape"]))
+    # A tensor without axes, which no document has, counts as one with a single row.
+    dtype, shape = DTYPES[read["dtype"]], tuple(map(int, read["shape"])) or (1,)
     start, end = map(int, read["data_offsets"])
     if min((start, *shape)) < 0 or end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"a tensor of shape {list(shape)} has {end - start} bytes")

@@ -22,12 +22,6 @@ class DocumentFolder:
     """The documents of one folder, by name.
 
     A file is read again only when it has changed. Clients give names, never paths.
-
-    Args:
-        path: The folder.
-
-    Raises:
-        ValueError: It is no folder.
     """
 
     path: Path
@@ -40,14 +34,7 @@ class DocumentFolder:
             raise ValueError(f"documents must be a folder that exists, got {str(self.path)!r}")
 
     def get(self, name: object) -> ServedDocument:
-        """Return a document, read again if its file has changed.
-
-        Args:
-            name: The file's name without ``.safetensors``.
-
-        Raises:
-            DocumentError: The name is none, or there is no such document, or it cannot be read.
-        """
+        """Return a document by its file's name without ``.safetensors``, or raise DocumentError."""
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise DocumentError(
                 f"a document's name must be letters, digits, _, - and ., got {name!r}"

@@ -29,24 +29,16 @@ Writer = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def slots_of(load: Load, block_size: int) -> Tensor:
-    """Return the block slots ``[stop - start]`` int64 for the entries of a load.
-
-    Args:
-        load: The load.
-        block_size: Tokens of a block.
-    """
+    """Return the block slots ``[stop - start]`` int64 for the entries of a load."""
     at = torch.arange(load.start, load.stop)
     blocks = torch.tensor(load.block_ids, dtype=torch.int64)
     return blocks[at // block_size] * block_size + at % block_size
 
 
 def own_heads(rank: int, size: int, heads: int) -> slice:
-    """Return the KV heads that a worker holds under tensor parallelism.
+    """Return the KV heads that worker ``rank`` of ``size`` holds under tensor parallelism.
 
-    Args:
-        rank: The worker.
-        size: Number of workers.
-        heads: KV heads of the model; with more workers than heads, some have the same head.
+    With more workers than the model's ``heads``, some have the same head.
     """
     if heads >= size:
         each = heads // size
@@ -69,13 +61,11 @@ class DocumentLoader:
     """Loads documents in a vLLM worker, in the background.
 
     Args:
-        folder: The documents.
         writers: For each layer of this worker, what writes into its blocks.
         heads: The KV heads of this worker.
         block_size: Tokens of a block.
         device: Where the blocks are.
-        resident_bytes: How many bytes of documents this worker keeps in memory for the next
-            requests.
+        resident_bytes: How many bytes of documents stay in memory for the next requests.
     """
 
     folder: DocumentFolder
@@ -93,12 +83,8 @@ class DocumentLoader:
 
     def __attrs_post_init__(self) -> None:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvpolicy-documents")
-        if self._on_accelerator:
+        if self.device.type != "cpu":
             self._stream = torch.Stream(self.device)
-
-    @property
-    def _on_accelerator(self) -> bool:
-        return self.device.type != "cpu"
 
     def start(self, loads: Iterable[Load]) -> None:
         """Start the loads of a step."""
@@ -114,8 +100,7 @@ class DocumentLoader:
     def poll(self) -> tuple[set[str], set[str]]:
         """Continue the loads that were started, without waiting for anything.
 
-        Returns:
-            The requests whose loads have ended, and those of them whose loads have failed.
+        Returns the requests whose loads have ended, and those of them whose loads have failed.
         """
         waiting, self._waiting = self._waiting, []
         for load, reading in waiting:
@@ -145,7 +130,9 @@ class DocumentLoader:
         document = self.folder.get(load.name)
         if document.digest != load.digest:
             raise DocumentError(f"document {load.name!r} was replaced by another one")
-        return document.entries(sorted(self.writers), self.heads, pinned=self._on_accelerator)
+        # From pinned memory, an accelerator copies by itself.
+        pinned = self._stream is not None
+        return document.entries(sorted(self.writers), self.heads, pinned=pinned)
 
     def _write(self, load: Load, entries: Entries) -> None:
         slots = slots_of(load, self.block_size)
@@ -157,9 +144,7 @@ class DocumentLoader:
                     for each in entries[layer]
                 )
                 write(keys, values, slots)
-            event = None
-            if self._stream is not None:
-                event = self._stream.record_event()
+            event = None if self._stream is None else self._stream.record_event()
         self._copies.append(_Copy(load.request_id, entries, event))
 
     @contextlib.contextmanager

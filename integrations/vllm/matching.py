@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +28,9 @@ COMPARED = ("k_proj.weight", "qkv_proj.weight", "query_key_value.weight")
 
 
 def misfit(model: ModelFingerprint, hf_config: Any, checkpoint: Path | None = None) -> str | None:
-    """Return why a document does not fit a served model; None if it does.
+    """Return why a document that ``model`` has read does not fit a served model; None if it does.
 
-    Args:
-        model: The fingerprint of the model that read the document.
-        hf_config: The configuration of the served model.
-        checkpoint: The folder of its weights; None compares only the configuration.
+    Without the served model's ``checkpoint``, a folder, only configurations are compared.
     """
     config = hf_config.get_text_config().to_dict()
     for name in SETTINGS:
@@ -67,21 +62,10 @@ def _other_weights(model: ModelFingerprint, checkpoint: Path) -> str | None:
 
 def _weight(checkpoint: Path, name: str) -> torch.Tensor | None:
     """Read a parameter of a decoder from a checkpoint; None if there is none by this name."""
-    for path in _weight_files(checkpoint, name):
+    for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118
                 if key == name or key.endswith(f".{name}"):
                     tensor: torch.Tensor = file.get_tensor(key)
                     return tensor
     return None
-
-
-def _weight_files(checkpoint: Path, name: str) -> Iterator[Path]:
-    index = checkpoint / "model.safetensors.index.json"
-    if not index.is_file():
-        yield from sorted(checkpoint.glob("*.safetensors"))
-        return
-    files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    for key, file in files.items():
-        if (key == name or key.endswith(f".{name}")) and (checkpoint / file).is_file():
-            yield checkpoint / file

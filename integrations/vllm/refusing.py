@@ -22,26 +22,18 @@ def named_document(parameters: object) -> Any:
 
 
 def concerns_documents(request: Any, folder: DocumentFolder) -> bool:
-    """True if a vLLM request names a document, or uses its placeholders or salt.
-
-    It names one, has the salt of one, or begins with the placeholders of one.
-
-    Args:
-        request: vLLM's request.
-        folder: The documents.
-    """
-    if named_document(request.kv_transfer_params) is not None:
-        return True
-    if (request.cache_salt or "").startswith(SALT):
-        return True
-    return folder.begun_by(request.prompt_token_ids or ()) is not None
+    """True if a vLLM request names a document, has the salt of one, or its placeholders."""
+    return (
+        named_document(request.kv_transfer_params) is not None
+        or (request.cache_salt or "").startswith(SALT)
+        or folder.begun_by(request.prompt_token_ids or ()) is not None
+    )
 
 
 def unnamed(begun: str | None) -> str:
-    """Return why a request is refused that uses a document's placeholders or salt without its name.
+    """Return why a request without a document's name is refused.
 
-    Args:
-        begun: The document whose placeholders it begins with; None if it has only a salt.
+    It begins with the placeholders of document ``begun``, or has a salt if this is None.
     """
     what = f"the placeholders of document {begun!r}" if begun else "the salt of a document"
     return (
@@ -51,16 +43,7 @@ def unnamed(begun: str | None) -> str:
 
 
 def document_of(request: Any, folder: DocumentFolder, model: ServedModel) -> ServedDocument:
-    """Return the document that a request is answered from; refuse a request that does not fit.
-
-    Args:
-        request: vLLM's request.
-        folder: The documents.
-        model: The served model.
-
-    Raises:
-        DocumentError: The request cannot be served; the message says why.
-    """
+    """Return the document from which vLLM's request is answered, or raise why it is refused."""
     ids = request.prompt_token_ids
     name = named_document(request.kv_transfer_params)
     if name is None:
@@ -77,16 +60,7 @@ def document_of(request: Any, folder: DocumentFolder, model: ServedModel) -> Ser
 
 
 def check_prompt(document: ServedDocument, ids: Sequence[int], salt: object) -> None:
-    """Check that a prompt begins with a document's placeholders, has its salt, and asks something.
-
-    Args:
-        document: The document that the request names.
-        ids: The prompt.
-        salt: The request's ``cache_salt``.
-
-    Raises:
-        DocumentError: It does not.
-    """
+    """Check that a prompt begins with a document's placeholders, has its salt and a question."""
     name, length = document.name, document.length
     if salt != document.cache_salt:
         what = "none" if not salt else "another one"

@@ -25,7 +25,6 @@ class Load:
     """Entries of a document that a worker must write into a request's blocks.
 
     Args:
-        request_id: The request.
         name: The document's name; None if the request is refused, which the worker reports.
         digest: The document's digest, since another file may have its name by then.
         block_ids: The request's blocks, from its first token on.
@@ -49,8 +48,6 @@ class DocumentScheduler:
     vLLM lets a connector end a request.
 
     Args:
-        folder: The documents.
-        model: The served model.
         shares_blocks: Whether vLLM shares full blocks between requests (prefix caching).
     """
 
@@ -73,14 +70,9 @@ class DocumentScheduler:
             request.skip_reading_prefix_cache = False
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens after the computed ones are loaded, and if asynchronously.
+        """Return how many tokens after the ``computed`` ones are loaded, and if asynchronously.
 
-        Args:
-            request: The request.
-            computed: How many of its first tokens are in shared blocks.
-
-        Returns:
-            The number, None to be asked again later; and whether they are loaded beside the steps.
+        The ``computed`` ones are in shared blocks. None means that vLLM shall ask again later.
         """
         if not concerns_documents(request, self.folder):
             return 0, False
@@ -97,13 +89,7 @@ class DocumentScheduler:
         return missing, missing > 0
 
     def allocate(self, request: Any, block_ids: Sequence[int], count: int) -> None:
-        """Plan the load for a request that has been given blocks.
-
-        Args:
-            request: The request.
-            block_ids: All its blocks.
-            count: How many tokens are loaded, the last ones of the document; 0 if none.
-        """
+        """Plan to load the last ``count`` tokens of its document for a request that has blocks."""
         name = request.request_id
         self._loading = {digest: by for digest, by in self._loading.items() if by != name}
         served = self._served.pop(name, "nothing is known of it")

@@ -13,13 +13,7 @@ from kvpolicy.integrations.vllm.files import DocumentError
 
 @attrs.define(eq=False)
 class ServedModel:
-    """A served model's configuration, precision and weights; remembers which documents fit.
-
-    Args:
-        hf_config: Its configuration, of Transformers.
-        dtype: Its precision, such as ``"bfloat16"``.
-        checkpoint: The folder of its weights; None if unknown.
-    """
+    """A served model, by the arguments of `ServedDocument.check`; remembers what fits it."""
 
     hf_config: Any
     dtype: str
@@ -27,22 +21,12 @@ class ServedModel:
     _verdicts: dict[str, str | None] = attrs.field(factory=dict, init=False)
 
     @staticmethod
-    def named(name: str, hf_config: Any, dtype: str) -> ServedModel:
-        """Describe a model from its folder, or from its Hub name if it was downloaded.
-
-        Args:
-            name: The folder or name.
-            hf_config: See the class.
-            dtype: See the class.
-        """
-        return ServedModel(hf_config, dtype, checkpoint_of(name))
+    def named(name: str, hf_config: Any, dtype: object) -> ServedModel:
+        """Describe a model from its folder, or from its Hub name if it was downloaded."""
+        return ServedModel(hf_config, str(dtype).removeprefix("torch."), _checkpoint(name))
 
     def check(self, document: ServedDocument) -> None:
-        """Check that a document fits the model.
-
-        Raises:
-            DocumentError: It does not.
-        """
+        """Check that a document fits the model."""
         if document.digest not in self._verdicts:
             try:
                 document.check(self.hf_config, dtype=self.dtype, checkpoint=self.checkpoint)
@@ -54,12 +38,8 @@ class ServedModel:
             raise DocumentError(reason)
 
 
-def checkpoint_of(name: str) -> Path | None:
-    """Return the local folder of a model's weights; None if there is none.
-
-    Args:
-        name: A folder, or a name on the Hub, which is not asked.
-    """
+def _checkpoint(name: str) -> Path | None:
+    """Return the local folder of a model's weights; None if there is none. The Hub is not asked."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import try_to_load_from_cache

@@ -34,11 +34,8 @@ KINDS = {
 def packed(reading: ChatReading, **settings: Any) -> str:
     """Return a conversation except its cache as JSON.
 
-    Args:
-        reading: What it has read.
-        settings: Everything else that it continues from: ``messages``, ``added`` (the parts of the
-            next message), ``template_options``, ``vocabulary`` (the fingerprint of the tokenizer)
-            and ``rereadings``.
+    ``settings`` are all else that it continues from: ``messages``, ``added`` (the parts of the next
+    message), ``template_options``, ``vocabulary`` (a fingerprint of it) and ``rereadings``.
     """
     written = {name: json.loads(_dumped(name, value)) for name, value in settings.items()}
     return json.dumps(
@@ -56,12 +53,7 @@ def packed(reading: ChatReading, **settings: Any) -> str:
 def unpacked(
     path: str | os.PathLike[str], cache: PolicyCache
 ) -> tuple[ChatReading, dict[str, Any]]:
-    """Read a conversation from a file; return what `packed` got.
-
-    Raises:
-        ValueError: The file holds a cache alone, has another version, or its contents do not fit
-            together.
-    """
+    """Read a conversation from a file; return what `packed` got, or raise ValueError."""
     with safe_open(os.fspath(path), framework="pt") as file:
         text = (file.metadata() or {}).get("conversation")
     if text is None:

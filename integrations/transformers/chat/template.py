@@ -28,17 +28,9 @@ class ChatTemplate:
     """A tokenizer or processor with a chat template, and the template's options.
 
     Args:
-        tokenizer: A tokenizer of Transformers, or a processor around one, which reads images.
+        tokenizer: A tokenizer of Transformers, or a processor around one, which reads images. The
+            attributes are the tokenizer in both cases, and the processor, None without one.
         options: Options of the chat template, such as ``{"enable_thinking": False}``.
-
-    Attributes:
-        tokenizer: The tokenizer, also if a processor was given.
-        processor: The processor; None without one.
-        options: The options.
-
-    Raises:
-        TypeError: ``tokenizer`` is neither, or ``options`` is not a mapping of names.
-        ValueError: There is no chat template, or ``options`` names what the conversation sets.
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None) -> None:

@@ -35,7 +35,7 @@ from kvpolicy.integrations.transformers.forward.stage import (
     StagedPrompt,
     StagePiece,
 )
-from kvpolicy.integrations.transformers.model.call_arguments import signature
+from kvpolicy.integrations.transformers.model.modules import signature
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layers import held_by, hold_again, why_whole
 from kvpolicy.selection import gather_positions

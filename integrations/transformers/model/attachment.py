@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,17 +11,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
-from kvpolicy.integrations.transformers.model.call_arguments import by_name, signature
+from kvpolicy.integrations.transformers.model.modules import by_name, signature
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.routing import lock, route, unroute, users_of
 from kvpolicy.integrations.transformers.surface import CACHE, cache_name
 
-DecoderHook = Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]
-
-
-# Torch looks up if a hook takes keyword arguments only when it calls the hook. If another thread
-# detaches its cache from the model just before, the hook is called without them. It is a hook of
-# that thread, whose own forwards have ended, so there is nothing to do.
+Hook = Callable[..., Any]
 
 
 class AroundLayer:
@@ -106,17 +102,10 @@ class Attachment:
             for attention in filter(None, self.parts.attentions):
                 route(attention)
                 self._routed.append(attention)
-            decoder = self.parts.decoder
             self._handles = [
                 *(handle for model in self.outer for handle in self._on_model(model)),
-                *(
-                    module.register_forward_pre_hook(self.before_between, with_kwargs=True)
-                    for module in self.parts.between
-                ),
-                decoder.register_forward_pre_hook(self.before_decoder, with_kwargs=True),
-                decoder.register_forward_hook(
-                    self.after_decoder, with_kwargs=True, always_call=True
-                ),
+                *(self._hooked_before(each, self.before_between) for each in self.parts.between),
+                *self._hooked(self.parts.decoder, self.before_decoder, self.after_decoder),
             ]
         except BaseException:
             self.detach()
@@ -127,11 +116,7 @@ class Attachment:
         """True if no other cache is attached to the model, so that decoding may be compiled."""
         return all(users_of(attention) == 1 for attention in filter(None, self.parts.attentions))
 
-    def decode(
-        self,
-        before_decoder: DecoderHook,
-        before_layers: Sequence[DecoderHook],
-    ) -> None:
+    def decode(self, before_decoder: Hook, before_layers: Sequence[Hook]) -> None:
         """Replace all hooks by those for decoding steps that may be compiled."""
         self.detach()
         pairs = zip(
@@ -187,31 +172,42 @@ class Attachment:
                 self.attach()  # all hooks were registered again in between, also on this model
 
     def _on_model(self, model: nn.Module) -> list[RemovableHandle]:
-        return [
-            model.register_forward_pre_hook(self.before_model, with_kwargs=True),
-            model.register_forward_hook(self.after_model, with_kwargs=True, always_call=True),
-        ]
+        return self._hooked(model, self.before_model, self.after_model)
 
-    def _called(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-    ) -> dict[str, Any] | None:
-        """Return a call's arguments with the cache as the module names it; None without it."""
+    def _hooked(self, module: nn.Module, before: Hook, after: Hook) -> list[RemovableHandle]:
+        # Partial functions, with which a copy of the model gets a copy of this object.
+        after = functools.partial(self._run_after, after)
+        handle = module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        return [self._hooked_before(module, before), handle]
+
+    def _hooked_before(self, module: nn.Module, hook: Hook) -> RemovableHandle:
+        before = functools.partial(self._run_before, hook)
+        return module.register_forward_pre_hook(before, with_kwargs=True)
+
+    def _run_before(
+        self, hook: Hook, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a hook before a module if the call carries the cache, with all arguments by name."""
+        # Torch looks up if a hook takes keyword arguments only when it calls the hook. If another
+        # thread detaches its cache from the model just before, the hook is called without them. It
+        # is a hook of that thread, whose own forwards have ended, so there is nothing to do.
         if kwargs is None or not carries(self.cache, args, kwargs):
             return None
         name = cache_name(type(module).forward)
-        if name is None or kwargs.get(name) is self.cache:
-            return kwargs
-        others = {key: each for key, each in kwargs.items() if each is not self.cache}
-        return {**others, name: self.cache} if len(others) < len(kwargs) else kwargs
+        if name is not None and kwargs.get(name) is not self.cache:
+            others = {key: each for key, each in kwargs.items() if each is not self.cache}
+            kwargs = {**others, name: self.cache} if len(others) < len(kwargs) else kwargs
+        found = hook(module, by_name(module, args, kwargs))
+        return (args, kwargs) if found is None else found
 
-    def before_model(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _run_after(self, hook: Hook, module: nn.Module, args: Any, *rest: Any) -> Any:
+        """Run a hook after a module if the call carried the cache; it gets None if that failed."""
+        if len(rest) == 2 and carries(self.cache, args, rest[0]):
+            return hook(rest[1])
+        return None
+
+    def before_model(self, module: nn.Module, arguments: dict[str, Any]) -> None:
         """Hook before the model: begin its call; refuse it if it needs dropped tokens' logits."""
-        kwargs = self._called(module, args, kwargs)
-        if kwargs is None:
-            return None
-        arguments = by_name(module, args, kwargs)
         keep = arguments.get("logits_to_keep")
         known = "logits_to_keep" in signature(type(module).forward).parameters
         last = keep if known and isinstance(keep, int) and keep > 0 else None
@@ -225,7 +221,7 @@ class Attachment:
                     f"{self.listener.policy}; read the context first, then score what follows "
                     "with another call of the model and the same cache"
                 )
-            return args, kwargs
+            return
         whole = {
             "labels": arguments.get("labels") is not None,
             "a tensor of logits_to_keep": isinstance(keep, Tensor),
@@ -238,49 +234,29 @@ class Attachment:
                 "token has no logits; the logits returned are those of the last tokens, which "
                 "were not dropped"
             )
-        return args, kwargs
 
-    def before_between(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before_between(self, module: nn.Module, arguments: dict[str, Any]) -> None:
         """Hook before a module that calls the decoder: remember its mask and its tokens' kinds."""
-        kwargs = self._called(module, args, kwargs)
-        if kwargs is None:
-            return None
-        arguments = by_name(module, args, kwargs)
         self.listener.note_call(arguments, self.parts.kinds_of(arguments))
-        return args, kwargs
 
-    def after_model(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        """Hook after the model: finish its call, or undo the call if it failed.
+    def after_model(self, output: Any) -> None:
+        """Hook after the model: finish its call, or undo it if it failed, perhaps in the head."""
+        self.listener.end_call(failed=output is None)
 
-        It may have failed after the decoder, in the head.
-        """
-        if len(rest) == 2 and carries(self.cache, args, rest[0]):
-            self.listener.end_call(failed=rest[1] is None)
-
-    def before_decoder(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before_decoder(self, module: nn.Module, arguments: dict[str, Any]) -> Any:
         """Hook before the decoder: begin a forward if the call carries the cache."""
-        kwargs = self._called(module, args, kwargs)
-        if kwargs is None:
-            return None
         self._enter_layers()
-        arguments = self.listener.begin_forward(by_name(module, args, kwargs))
+        arguments = self.listener.begin_forward(arguments)
         if not self._around:  # a forward of the prompt alone, before its drafts, has ended
             self._enter_layers()
         return (), arguments
 
-    def after_decoder(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+    def after_decoder(self, output: Any) -> Any:
         """Hook after the decoder: finish the forward, or undo it if it failed."""
-        if len(rest) < 2 or not carries(self.cache, args, rest[0]):
-            return None
         try:
-            if rest[1] is None:
-                self.listener.fail_forward()
-                return None
-            return self.listener.finish_forward(rest[1])
+            if output is None:
+                return self.listener.fail_forward()
+            return self.listener.finish_forward(output)
         finally:
             self._leave_layers()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
-from kvpolicy.integrations.transformers.model.call_arguments import signature
+from kvpolicy.integrations.transformers.model.modules import signature
 from kvpolicy.integrations.transformers.surface import ATTN_IMPLEMENTATION, CACHE, MASKS_OF_STEP
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -42,17 +42,12 @@ class Cuts:
 
     forbidden: Tensor
 
-    def around(self, column: int) -> tuple[int, int | None]:
-        """Return the nearest allowed cuts up to ``column``, and after it, None if unknown."""
-        allowed = [each for each in range(len(self.forbidden)) if not self.forbidden[each]]
-        behind = [each for each in allowed if each > column and each < len(self.forbidden) - 1]
-        return max(each for each in allowed if each <= column), min(behind, default=None)
-
     def refused(self, column: int, seen: int) -> UnsupportedModelError:
-        """Make the error that refuses to cut a prompt at a column, and names columns to use."""
-        before, behind = self.around(column)
-        ends = [f"at column {before}"] if before > seen else []
-        ends += [] if behind is None else [f"at column {behind}"]
+        """Make the error that refuses to cut a prompt at a column, and names the nearest to use."""
+        allowed = [at for at, forbidden in enumerate(self.forbidden.tolist()) if not forbidden]
+        before = [each for each in allowed if seen < each <= column]
+        behind = [each for each in allowed if column < each < len(self.forbidden) - 1]
+        ends = [f"at column {each}" for each in (*before[-1:], *behind[:1])]
         last = " or ".join(ends) if ends else "after the last of them"
         return UnsupportedModelError(
             f"a chunk of a prompt must not end at column {column}, where tokens see later ones, "
@@ -67,15 +62,12 @@ class Cuts:
             ends = range(seen + each, end, each)
             return next((column for column in ends if self.forbidden[column]), None)
 
-        column = cut(size)
-        if column is None:
-            return
-        larger = next((each for each in range(size + 1, end - seen) if cut(each) is None), None)
-        more = "" if larger is None else f"{larger}, or "
-        raise UnsupportedGenerationError(
-            f"prefill_chunk_size must not let a chunk end at column {column}, where tokens see "
-            f"later ones, as in an image, got {size}; give {more}None"
-        )
+        if (column := cut(size)) is not None:
+            fits = [f"{each}, or " for each in range(size + 1, end - seen) if cut(each) is None]
+            raise UnsupportedGenerationError(
+                f"prefill_chunk_size must not let a chunk end at column {column}, where tokens see "
+                f"later ones, as in an image, got {size}; give {fits[0] if fits else ''}None"
+            )
 
 
 def cuts_of(model: Any, arguments: Mapping[str, Any], valid: Tensor, seen: int) -> Cuts | None:
@@ -123,26 +115,23 @@ class _Masks:
 
     def sees(self, types: list[int]) -> Tensor:
         """Return which tokens see which as a bool matrix, with two tokens for each given type."""
-        key = tuple(types)
-        if key not in self._made:
-            self._made[key] = self._sees(torch.tensor(types).repeat_interleave(2)[None])
-        return self._made[key]
-
-    def _sees(self, types: Tensor) -> Tensor:
-        count = types.shape[1]
+        if tuple(types) in self._made:
+            return self._made[tuple(types)]
+        count = 2 * len(types)
         made: Any = self._makes(
             config=self._config,
             inputs_embeds=torch.zeros(1, count, 1),
             attention_mask=torch.ones(1, count, dtype=torch.int64),
             position_ids=torch.arange(count)[None],
             is_first_iteration=True,
-            **{CACHE: None, self._name: types},
+            **{CACHE: None, self._name: torch.tensor(types).repeat_interleave(2)[None]},
         )
         sees = torch.zeros(count, count, dtype=torch.bool)
         for mask in made.values() if isinstance(made, dict) else [made]:
             if isinstance(mask, Tensor) and mask.ndim == 4:
                 own = mask[0, 0]
                 sees |= own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+        self._made[tuple(types)] = sees
         return sees
 
     def forbid(self, forbidden: Tensor, types: list[int], columns: list[int]) -> None:

@@ -57,7 +57,6 @@ class Finding:
             largest over the rows.
         effect: The same measure between dense attention with and without the evicted or dropped
             tokens.
-        reason: Why the policy cannot be applied; None if it can.
     """
 
     error: float = 0.0
@@ -80,11 +79,8 @@ CARES = (
 class Verdict:
     """The result of a model's self-check: which kinds of policies can be used with the model.
 
-    Args:
-        tested: Whether the library's tests cover its family.
-        evicting: The finding for policies that evict keys and values.
-        dropping: The finding for policies that also drop tokens.
-        quirks: The shortcuts that its forwards may take.
+    ``tested`` says if the library's tests cover its family; ``dropping`` is of policies that evict
+    and also drop tokens.
     """
 
     tested: bool

@@ -8,18 +8,15 @@ can evict tokens, but drops none, since no token can leave between two of them.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.model.call_arguments import signature
+from kvpolicy.integrations.transformers.model.modules import modules_of, path_to, signature
 from kvpolicy.integrations.transformers.model.unseen import column_bias, takes_cache, without_cache
-from kvpolicy.integrations.transformers.model.walking import modules_of, path_to
 from kvpolicy.integrations.transformers.surface import cache_name, calls_interface
 from kvpolicy.kinds import TokenKind
 
@@ -221,16 +218,3 @@ def check_holds_states(layer: nn.Module, index: int, attention: nn.Module | None
             f"at {index} keeps it in the model itself, where calls with other caches change it; "
             "it can be neither copied nor undone"
         )
-
-
-def takes_own_caches_only(decoder: nn.Module) -> bool:
-    """True if a decoder's type annotations ask for a cache class defined by its own module."""
-    forward = type(decoder).forward
-    parameter = signature(forward).parameters.get(cache_name(forward) or "")
-    named = None if parameter is None else parameter.annotation
-    known = (named, *typing.get_args(named))
-    module = type(decoder).__module__
-    return any(
-        isinstance(each, type) and issubclass(each, Cache) and each.__module__ == module
-        for each in known
-    )

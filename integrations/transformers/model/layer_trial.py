@@ -10,8 +10,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.integrations.transformers.model.projection import OutputProjection, linear_modules
 from kvpolicy.integrations.transformers.model.routing import Attend, replaced
+from kvpolicy.integrations.transformers.surface import Conv1D
 
 # Errors of a layer that cannot be run in this way.
 FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -25,6 +25,46 @@ def near(found: Tensor, wanted: Tensor) -> bool:
     """True if two tensors are equal up to rounding errors."""
     tolerance = max(1e-3, 4 * torch.finfo(wanted.dtype).eps) * float(wanted.abs().max())
     return bool((found.float() - wanted.float()).abs().max() <= tolerance)
+
+
+@attrs.frozen(eq=False)
+class OutputProjection:
+    """The output projection of an attention layer, whose weights a scorer may read.
+
+    ``module`` is applied to the concatenated outputs, of ``value_dim`` channels each, of the
+    ``query_heads`` heads in this process.
+    """
+
+    module: nn.Module
+    query_heads: int
+    value_dim: int
+
+    def weight(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the projection's weights, by query head: ``[query_heads, value_dim, hidden]``.
+
+        If they are quantised, adapted or not in memory, the module is applied to each channel
+        alone.
+        """
+        matrix = self._plain()
+        if matrix is None:
+            count = self.query_heads * self.value_dim
+            channels = torch.eye(count, dtype=dtype, device=device)
+            with torch.no_grad():
+                matrix = self.module(channels) - self.module(channels.new_zeros(1, count))
+        return matrix.reshape(self.query_heads, self.value_dim, -1)
+
+    def _plain(self) -> Tensor | None:
+        """Return the weights ``[channels, hidden]``; None if they are quantised or offloaded."""
+        weight: Any = getattr(self.module, "weight", None)
+        if type(self.module) not in (nn.Linear, Conv1D) or weight.is_meta:
+            return None
+        weight = weight.detach()
+        if hasattr(weight, "to_local"):  # spread over processes: the part of this process's heads
+            weight = weight.to_local()
+        if type(weight) is not Tensor:  # of a class with a storage format of its own
+            return None
+        matrix: Tensor = weight.T if type(self.module) is nn.Linear else weight
+        return matrix
 
 
 @attrs.frozen(eq=False)
@@ -94,10 +134,12 @@ class LayerTrial:
                 raise Enough
 
         with ExitStack() as hooks:
-            for module in linear_modules(self.module):
-                # Before hooks that spread the module's input over processes.
-                hook = module.register_forward_pre_hook(look, prepend=True)
-                hooks.callback(hook.remove)
+            for module in self.module.modules():
+                # Linear modules, whatever the storage format of their weights.
+                if hasattr(module, "in_features") or isinstance(module, Conv1D):
+                    # Before hooks that spread the module's input over processes.
+                    hook = module.register_forward_pre_hook(look, prepend=True)
+                    hooks.callback(hook.remove)
             for _ in range(2):
                 self._run(attend, self.arguments)
         if len(taken) < 2 or taken[0][0] is not taken[1][0]:

@@ -44,11 +44,8 @@ def first_seen(places: Places, window: int) -> Places:
 class Spans:
     """The places that each new token sees by the model's own mask, if this mask is not causal.
 
-    An example is an image whose tokens see each other.
-
-    Args:
-        first: ``[batch, query_len]`` int64, the first place that each query sees.
-        last: ``[batch, query_len]`` int64, the last one.
+    An example is an image whose tokens see each other. ``first`` and ``last`` are the first and the
+    last place that each query sees, ``[batch, query_len]`` int64.
     """
 
     first: Tensor
@@ -101,9 +98,7 @@ class Spans:
 
 @attrs.frozen(eq=False)
 class Visibility:
-    """A rule for the keys that a query sees: those up to its own place, inside its window.
-
-    Padding is never seen.
+    """A rule for the keys that a query sees: those up to its place and in its window, no padding.
 
     Args:
         keys: ``[batch, 1 or kv_heads, key_len]`` int64, places of the keys, -1 on padding.

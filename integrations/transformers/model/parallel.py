@@ -21,11 +21,7 @@ ALL_HEADS = Heads()
 
 @attrs.frozen(eq=False)
 class ProcessHeads(HeadShare):
-    """A description of which of a layer's heads this process computes.
-
-    Args:
-        group: The processes that compute the layer together.
-    """
+    """A description of which of a layer's heads this process of a ``group`` computes."""
 
     group: Any
 
@@ -41,8 +37,7 @@ class ProcessHeads(HeadShare):
 class HeadSharding:
     """A description of how a layer's attention heads are spread over processes, if they are.
 
-    Args:
-        query_heads: Query heads of the whole layer; None if nothing is spread.
+    ``query_heads`` is the number in the whole layer; None if nothing is spread.
     """
 
     share: int = 0

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.model import unseen
-from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.model.finding import (
     check_holds_states,
     check_uncompiled,
@@ -20,18 +19,12 @@ from kvpolicy.integrations.transformers.model.finding import (
     find_decoder,
     layers_within,
     placeholders_of,
-    takes_own_caches_only,
 )
-from kvpolicy.integrations.transformers.model.kinds import (
-    FullAttention,
-    LatentAttention,
-    kinds_of,
-)
+from kvpolicy.integrations.transformers.model.kinds import FullAttention, LatentAttention, kinds_of
 from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEMENTATIONS
-from kvpolicy.integrations.transformers.model.quirks import ModelQuirks
+from kvpolicy.integrations.transformers.model.modules import path_to, signature
+from kvpolicy.integrations.transformers.model.quirks import ModelQuirks, Temperature
 from kvpolicy.integrations.transformers.model.rotary import stretch
-from kvpolicy.integrations.transformers.model.temperature import Temperature
-from kvpolicy.integrations.transformers.model.walking import path_to
 from kvpolicy.integrations.transformers.surface import ATTN_IMPLEMENTATION
 from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy
@@ -77,9 +70,9 @@ class ModelParts:
         for layer in self.layers:
             check_uncompiled(layer)
         self.kinds = kinds_of(self.config, len(self.layers))
-        for index, kind in enumerate(self.kinds):
-            if (refusal := kind.refusal(index)) is not None:
-                raise UnsupportedModelError(refusal)
+        for kind in self.kinds:
+            if kind.refusal is not None:
+                raise UnsupportedModelError(kind.refusal)
         if not any(kind.attends for kind in self.kinds):
             raise UnsupportedModelError(
                 "some layer must hold keys and values, but all of them hold a recurrent state or "
@@ -105,7 +98,7 @@ class ModelParts:
                 )
             if kind.states:
                 check_holds_states(self.layers[index], index, self.attentions[index])
-        self.own_caches_only = takes_own_caches_only(self.decoder)
+        self.own_caches_only = unseen.takes_own_caches_only(self.decoder)
         _ = self.implementation
 
     @property

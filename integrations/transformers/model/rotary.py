@@ -140,12 +140,10 @@ class GivenPlaces:
         return GivenPlaces(torch.where(behind > 0, text, known))
 
     def extended(self, given: Tensor, positions: Tensor, lengths: Tensor) -> GivenPlaces:
-        """Return a copy with more tokens.
+        """Return a copy with more tokens, which make rows of ``lengths`` ``[batch]``.
 
-        Args:
-            given: Their position ids ``[axes, batch or 1, count]``.
-            positions: Their original positions ``[batch, count]``, -1 on padding.
-            lengths: Of the rows with them, ``[batch]``.
+        They are ``given`` ids ``[axes, batch or 1, count]`` for their original positions ``[batch,
+        count]``, -1 on padding.
         """
         axes, batch = max(len(given), self.axes), len(positions)
         every = torch.arange(int(lengths.max()) + 1, device=positions.device)
@@ -176,9 +174,7 @@ class GivenPlaces:
 class LayerRotary(RotaryEmbedding):
     """A rotary embedding of one layer, as scorers use it to rotate keys and queries.
 
-    Args:
-        turns: How the layer rotates.
-        read_at: Where the tokens are read; None if at their original positions.
+    Tokens are read at their original positions if ``read_at`` is None.
     """
 
     turns: RotaryChannels
@@ -204,9 +200,8 @@ class LayerRotary(RotaryEmbedding):
 class Form:
     """A tensor layout in which a model gives its layers the cosines and sines of rotary angles.
 
-    Args:
-        name: ``halves``: all cosines (or sines), then all again; ``pairs``: each one twice in a
-            row; ``once``: each one once; ``complex``: as complex numbers.
+    ``halves``: all cosines (or sines), then all again; ``pairs``: each one twice in a row;
+    ``once``: each one once; ``complex``: as complex numbers.
     """
 
     name: str
@@ -240,13 +235,12 @@ def frequencies_of(
     Args:
         decoder: The layer's decoder.
         given: What the layer is given: cosines and sines, or complex numbers, for each token.
-        places: ``[batch, length]`` int64, the tokens' positions, or ``[batch, length, axes]``.
+        places: ``[batch, length]`` or ``[batch, length, axes]`` int64, the tokens' positions.
         valid: ``[batch, length]`` bool, False on padding.
 
     Returns:
         Frequencies float32 ``[pairs]``, the factor on cosines and sines, their format, and the axis
-        of each pair if positions have several; None if no frequencies of the model give these
-        embeddings.
+        of each pair if positions have several; None if no frequencies of the model fit.
     """
     parts = given if isinstance(given, tuple) else (given,)
     if not all(isinstance(each, Tensor) and each.ndim == 3 for each in parts):
@@ -309,15 +303,9 @@ def _candidates(decoder: nn.Module) -> Iterator[tuple[Tensor, float]]:
 
 
 def channels_of(pairs: int, head_dim: int, fits: Callable[[Tensor], bool]) -> Tensor | None:
-    """Find which channels of a head are rotated as pairs, by trying the usual layouts.
+    """Find which channels of a head, int64 ``[2, pairs]``, are rotated as pairs.
 
-    Args:
-        pairs: Number of pairs.
-        head_dim: Number of channels of a head.
-        fits: A function that returns True if ``[2, pairs]`` are the right channels.
-
-    Returns:
-        int64 ``[2, pairs]``; None if no pairing fits.
+    The usual layouts are tried; None if ``fits`` returns True for none of them.
     """
     every = torch.arange(2 * pairs)
     for start in dict.fromkeys((0, head_dim - 2 * pairs)):

@@ -50,11 +50,8 @@ Attend = Callable[..., tuple[Tensor, Tensor | None]]
 class AttentionInputs:
     """The queries, keys and values that an attention function gets, and its score settings.
 
-    Args:
-        queries: ``[batch, query_heads, query_len, head_dim]``.
-        keys: ``[batch, kv_heads, key_len, head_dim]``.
-        values: ``[batch, kv_heads, key_len, head_dim]``; its head dimension may differ.
-        scores: How products of queries and keys become scores.
+    They are ``[batch, heads, length, head_dim]``; keys and values have KV heads, and the head
+    dimension of values may differ.
     """
 
     queries: Tensor

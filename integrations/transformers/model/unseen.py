@@ -23,22 +23,16 @@ from torch import nn
 from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.model.modules import signature
 from kvpolicy.integrations.transformers.surface import CACHE, cache_name
-from kvpolicy.policies import (
-    KeyNormScorer,
-    StreamingLLM,
-    TokenSelectivePropagation,
-)
+from kvpolicy.policies import KeyNormScorer, StreamingLLM, TokenSelectivePropagation
 from kvpolicy.policy import CachePolicy
 
 # The policies with which such a model is checked. All heads keep the same tokens, since some models
 # take one mask for all heads.
 EVICTING = StreamingLLM(retention_rate=0.5)
-DROPPING = CachePolicy(
-    KeyNormScorer(),
-    EVICTING.selector,
-    TokenSelectivePropagation(tsp_rate=0.7, window_size=4),
-)
+_DROP = TokenSelectivePropagation(tsp_rate=0.7, window_size=4)
+DROPPING = CachePolicy(KeyNormScorer(), EVICTING.selector, _DROP)
 
 # Parts of the names of arguments that are added to scores by column.
 _BIASES = ("alibi", "position_bias", "relative_position")
@@ -70,20 +64,31 @@ def without_cache(decoder: nn.Module) -> str:
 
 def takes_cache(decoder: nn.Module) -> bool:
     """True if a decoder can be called with a cache of Transformers, as far as it says."""
+    kinds = _annotated(decoder)
+    return kinds is not None and (not kinds or any(issubclass(each, Cache) for each in kinds))
+
+
+def takes_own_caches_only(decoder: nn.Module) -> bool:
+    """True if a decoder's type annotations ask for a cache class defined by its own module."""
+    kinds = [each for each in _annotated(decoder) or () if issubclass(each, Cache)]
+    return any(each.__module__ == type(decoder).__module__ for each in kinds)
+
+
+def _annotated(decoder: nn.Module) -> list[type] | None:
+    """Return the classes that annotate a decoder's cache argument; None if it has no such one."""
     forward = type(decoder).forward
     name = cache_name(forward)
     if name is None:
-        return False
-    named = inspect.signature(forward).parameters[name].annotation
+        return None
+    named = signature(forward).parameters[name].annotation
     said = [typing.get_origin(each) or each for each in (named, *typing.get_args(named))]
-    kinds = [each for each in said if isinstance(each, type) and each is not types.UnionType]
-    kinds = [each for each in kinds if each not in (type(None), inspect.Parameter.empty)]
-    return not kinds or any(issubclass(each, Cache) for each in kinds)
+    others = (types.UnionType, type(None), inspect.Parameter.empty)
+    return [each for each in said if isinstance(each, type) and each not in others]
 
 
 def column_bias(layer: nn.Module) -> str | None:
     """Describe the argument that adds a bias by column, wrong after eviction; None without one."""
-    for name in inspect.signature(type(layer).forward).parameters:
+    for name in signature(type(layer).forward).parameters:
         if any(each in name for each in _BIASES):
             return (
                 "attention scores must not depend on the columns of keys, but "

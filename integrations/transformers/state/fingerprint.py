@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -48,11 +48,8 @@ class Parameter:
 class ModelFingerprint:
     """A fingerprint of a model, by which a saved cache tells whether it fits the model.
 
-    The same weights in another precision, quantised or offloaded, count as the same model.
-
-    Args:
-        config: The settings of its configuration that say which model it is.
-        parameters: Its parameters, by name.
+    The same weights in another precision, quantised or offloaded, count as the same model. Of its
+    configuration are the settings that say which model it is.
     """
 
     config: dict[str, Any]
@@ -69,8 +66,15 @@ class ModelFingerprint:
             with _in_memory(module):
                 for name, parameter in module.named_parameters(recurse=False):
                     found[f"{prefix}.{name}".lstrip(".")] = sampled(parameter)
-        config: Any = decoder.config
-        return ModelFingerprint(_identity(config.to_dict()), found)
+        settings: Any = decoder.config
+        named = {
+            key: value
+            for key, value in settings.to_dict().items()
+            if key not in CIRCUMSTANTIAL
+            and not key.startswith("_")
+            and not key.endswith("_token_id")
+        }
+        return ModelFingerprint(json.loads(json.dumps(named, default=str)), found)
 
     def difference(self, other: ModelFingerprint) -> str | None:
         """Describe the first difference from another model's fingerprint; None if there is none."""
@@ -121,14 +125,8 @@ class ModelFingerprint:
         return ModelFingerprint(read["config"], parameters)
 
 
-def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
-    named = {
-        key: value
-        for key, value in config.items()
-        if key not in CIRCUMSTANTIAL and not key.startswith("_") and not key.endswith("_token_id")
-    }
-    identity: dict[str, Any] = json.loads(json.dumps(named, default=str))
-    return identity
+def _identifies(key: str) -> bool:
+    return not (key in CIRCUMSTANTIAL or key.startswith("_") or key.endswith("_token_id"))
 
 
 def _in_memory(module: nn.Module) -> AbstractContextManager[Any]:

@@ -56,11 +56,9 @@ class IndexedLayer(PolicyLayer):
 
     @property
     def indexed(self) -> IndexedLayer:  # an attribute there, which costs no call
-        """See `PolicyLayer`."""
         return self
 
     def settings(self) -> dict[str, Any]:
-        """See `PolicyLayer.settings`."""
         return {"blocks": self.blocks}
 
     @property
@@ -136,19 +134,16 @@ class IndexedLayer(PolicyLayer):
         return self.index.read()[0][:, 0]
 
     def keep_beside(self, kept: Tensor | None) -> None:
-        """Keep the index keys of the chosen slots; see `PolicyLayer.keep_beside`."""
         shown, self._shown = self._shown, None
         if shown is not None:
             taken = (each if kept is None else gather_slots(each, kept) for each in shown)
             self._hold_index(*taken)
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `PolicyLayer.tensors`."""
         index = () if self.index is None else self.index.read()
         return super().tensors() | dict(zip(("index_keys", "index_beside"), index, strict=False))
 
     def hold_tensors(self, tensors: Mapping[str, Tensor], tokens: SeenTokens) -> None:
-        """See `PolicyLayer.hold_tensors`."""
         super().hold_tensors(tensors, tokens)
         self.index = None
         if "index_keys" in tensors:
@@ -158,29 +153,24 @@ class IndexedLayer(PolicyLayer):
         self.index = self.storage.beside().hold(keys, beside).with_room(self.room)
 
     def drop_last(self, count: int) -> None:
-        """See `PolicyLayer.drop_last`."""
         if count and self.index is not None:
             self.index = self.index.first(self.kept_len - count)
         super().drop_last(count)
 
     def take_rows(self, rows: Tensor, tokens: SeenTokens) -> None:
-        """See `PolicyLayer.take_rows`."""
         super().take_rows(rows, tokens)
         if self.index is not None:
             self.index = self.index.rows(rows)
 
     def beside(self) -> Any:
-        """Return the stored index keys; see `PolicyLayer.beside`."""
         return self.index
 
     def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
-        """See `PolicyLayer.restore`."""
         self.index = beside
         self._shown = self.attended = self.new_places = self.taking = None
         super().restore(contents, beside, tokens)
 
     def follow(self, tokens: SeenTokens) -> None:
-        """End a forward, and take the new record of seen tokens; see `PolicyLayer.follow`."""
         super().follow(tokens)
         self.attended = self.new_places = self.taking = None
 
@@ -189,15 +179,12 @@ class IndexedLayer(PolicyLayer):
         return super().get_seq_length() if self.attended is None else self.attended.shape[2]
 
     def nbytes(self) -> int:
-        """Return the bytes of the layer's keys, values and index keys; see `PolicyLayer.nbytes`."""
         return super().nbytes() + (0 if self.index is None else self.index.nbytes())
 
     def taken_nbytes(self) -> int:
-        """Return the bytes of slots in use, index keys included; see `PolicyLayer.taken_nbytes`."""
         return super().taken_nbytes() + (0 if self.index is None else self.index.taken_nbytes())
 
     def beside_nbytes(self) -> int:
-        """See `PolicyLayer.beside_nbytes`."""
         if self.index is None:
             return 0
         return sum(each.shape[3] * each.element_size() for each in self.index.read())

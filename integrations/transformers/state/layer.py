@@ -32,8 +32,6 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         room: Slots for which memory is reserved, behind the slots that the policy keeps.
 
     Attributes:
-        contents: What the layer holds.
-        facts: What is known of the model's layer.
         tokens: The tokens that the cache has seen; None before the first forward.
         attends: Whether the layer has keys and values of its own.
         producer: Index of the layer whose keys and values it attends to instead; None if it has its

@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 from torch import Tensor
 
+from kvpolicy.integrations.transformers.model.layer_trial import OutputProjection
 from kvpolicy.integrations.transformers.model.parallel import HeadSharding
-from kvpolicy.integrations.transformers.model.projection import OutputProjection
 from kvpolicy.integrations.transformers.model.rotary import (
     Gapless,
     GivenPlaces,

@@ -19,12 +19,8 @@ def held_by(layers: Sequence[PolicyLayer]) -> LayersHeld:
     for layer in layers:
         if layer.behind is not None:
             layer.behind()
-    return tuple(
-        [
-            (each.contents, each.beside() if each.holds_more else None, each.tokens)
-            for each in layers
-        ]
-    )
+    held = [(it.contents, it.beside() if it.holds_more else None, it.tokens) for it in layers]
+    return tuple(held)
 
 
 def follow(layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:

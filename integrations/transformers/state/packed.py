@@ -79,46 +79,34 @@ class Packed(StoredKV):
         chosen = (tensor[at].view(1, 1, total, tensor.shape[3]) for tensor in (keys, values))
         empty = (tensor.new_empty(batch, heads, 0, tensor.shape[3]) for tensor in (keys, values))
         recent = (tensor[:, :, since:] for tensor in (keys, values)) if appended else empty
-        return Packed(
-            storage,
-            storage.hold(*chosen),
-            lengths,
-            tuple(counts),
-            width,
-            storage.hold(*recent),
-        )
+        held, added = storage.hold(*chosen), storage.hold(*recent)
+        return Packed(storage, held, lengths, tuple(counts), width, added)
 
     @property
     def shape(self) -> torch.Size:
-        """See `StoredKV.shape`."""
         batch, heads, count, dim = self.recent.shape
         return torch.Size((batch, heads, self.width + count, dim))
 
     @property
     def widths(self) -> tuple[int, int]:
-        """See `StoredKV.widths`."""
         return self.recent.widths
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `StoredKV.dtype`."""
         return self.recent.dtype
 
     @property
     def capacity(self) -> int:
-        """See `StoredKV.capacity`."""
         return self.width + self.recent.capacity
 
     @property
     def slots(self) -> int:
-        """See `StoredKV.slots`."""
         return sum(self.counts) + self.recent.slots
 
     def parts(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return keys and values of the kept tokens, then keys and values of the appended tokens.
+        """Return keys and values of the kept tokens, then those of the appended; perhaps views.
 
-        They are ``[total, head_dim]`` and ``[batch, kv_heads, new_len, head_dim]``, and may be
-        views.
+        They are ``[total, head_dim]`` and ``[batch, kv_heads, new_len, head_dim]``.
         """
         keys, values = self.chosen.read()
         return (keys[0, 0], values[0, 0]), self.recent.read()
@@ -148,15 +136,12 @@ class Packed(StoredKV):
         return whole
 
     def appended(self, keys: Tensor, values: Tensor) -> Packed:
-        """See `StoredKV.appended`."""
         return attrs.evolve(self, recent=self.recent.appended(keys, values))
 
     def with_room(self, count: int) -> StoredKV:
-        """See `StoredKV.with_room`."""
         return attrs.evolve(self, recent=self.recent.with_room(count))
 
     def first(self, count: int) -> StoredKV:
-        """See `StoredKV.first`."""
         recent = self.recent.first(max(count - self.width, 0))
         cut = max(self.width - count, 0)
         if not cut:
@@ -165,7 +150,6 @@ class Packed(StoredKV):
         return attrs.evolve(self._taken(range(len(counts)), counts, recent), width=self.width - cut)
 
     def rows(self, rows: Tensor) -> StoredKV:
-        """See `StoredKV.rows`."""
         heads = self.shape[1]
         taken = [row * heads + head for row in rows.tolist() for head in range(heads)]
         return self._taken(taken, [self.counts[each] for each in taken], self.recent.rows(rows))
@@ -183,9 +167,7 @@ class Packed(StoredKV):
         return Packed(self.storage, chosen, lengths.to(at), tuple(counts), self.width, recent)
 
     def nbytes(self) -> int:
-        """See `StoredKV.nbytes`."""
         return self.chosen.nbytes() + self.recent.nbytes()
 
     def taken_nbytes(self) -> int:
-        """See `StoredKV.taken_nbytes`."""
         return self.chosen.taken_nbytes() + self.recent.taken_nbytes()

@@ -8,20 +8,17 @@ from typing import Any
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.model.kinds import LayerKind
-from kvpolicy.integrations.transformers.state.cross import CrossLayer
+from kvpolicy.integrations.transformers.state.cross import BesideLayer, CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.layer_contents import LayerContents
 from kvpolicy.integrations.transformers.state.storage import Storage
-from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.integrations.transformers.surface import EMPTY_LAYER, LinearAttentionLayer
 
-States = dict[int, Tensor]
 # Names of convolution states and recurrent states, before their numbers.
 PARTS = ("conv", "recurrent")
 
 
-class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
+class RecurrentLayer(BesideLayer, LinearAttentionLayer):  # type: ignore[misc]
     """A cache layer for a recurrent layer, whose states it holds as Transformers' cache does.
 
     Models write into the tensors of a state. Before every forward `own_states` replaces them by
@@ -33,9 +30,6 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
             a state.
     """
 
-    attends = False
-    holds_more = True
-    plain = False
     is_croppable = False  # tokens cannot be removed from a state
 
     def __init__(
@@ -46,79 +40,34 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
 
     @property
     def recurrent(self) -> RecurrentLayer:  # an attribute there, which costs no call
-        """See `PolicyLayer`."""
         return self
 
     def settings(self) -> dict[str, Any]:
-        """See `PolicyLayer.settings`."""
         return {"number_of_states": self.number_of_states}
-
-    @property
-    def states(self) -> tuple[States, States]:
-        """The layer's convolution states and recurrent states, ``[batch, ...]`` each, by number."""
-        return _held(self.conv_states), _held(self.recurrent_states)
 
     def own_states(self) -> None:
         """Replace the layer's states by copies, since models write into a state in place."""
-        self.hold_states(
-            *({index: each.clone() for index, each in part.items()} for part in self.states)
-        )
+        self.hold_beside({name: each.clone() for name, each in self.beside().items()})
 
-    def hold_states(self, conv: States, recurrent: States) -> None:
-        """Replace all convolution and recurrent states of the layer."""
+    def beside(self) -> dict[str, Tensor]:
+        """Return the layer's states, such as ``conv.0``; see `BesideLayer.beside`."""
+        held = zip(PARTS, (self.conv_states, self.recurrent_states), strict=True)
+        states = {f"{part}.{at}": each for part, own in held for at, each in own.items()}
+        return {name: each for name, each in states.items() if each is not None}
+
+    def hold_beside(self, tensors: Mapping[str, Tensor]) -> None:
+        device: Any = None
         for index in range(self.number_of_states):
-            self.conv_states[index] = conv.get(index)
-            self.recurrent_states[index] = recurrent.get(index)
-            self.is_conv_states_initialized[index] = index in conv
-            self.is_recurrent_states_initialized[index] = index in recurrent
+            conv, recurrent = (tensors.get(f"{part}.{index}") for part in PARTS)
+            self.conv_states[index], self.recurrent_states[index] = conv, recurrent
+            self.is_conv_states_initialized[index] = conv is not None
+            self.is_recurrent_states_initialized[index] = recurrent is not None
             # As in Transformers, which sets this flag when the convolution state is set.
-            self.has_previous_state[index] = index in conv
-            self.conv_kernel_size[index] = conv[index].shape[-1] if index in conv else None
-        device: Any = next((each.device for each in (*conv.values(), *recurrent.values())), None)
+            self.has_previous_state[index] = conv is not None
+            self.conv_kernel_size[index] = None if conv is None else conv.shape[-1]
+            device = next((it.device for it in (conv, recurrent) if it is not None), device)
         if self.held is None:
             self.device = device
-
-    def tensors(self) -> dict[str, Tensor]:
-        """See `PolicyLayer.tensors`."""
-        states = {
-            f"{part}.{index}": each
-            for part, held in zip(PARTS, self.states, strict=True)
-            for index, each in held.items()
-        }
-        return super().tensors() | states
-
-    def hold_tensors(self, tensors: Mapping[str, Tensor], tokens: SeenTokens) -> None:
-        """See `PolicyLayer.hold_tensors`."""
-        super().hold_tensors(tensors, tokens)
-        states: dict[str, States] = {part: {} for part in PARTS}
-        for name, each in tensors.items():
-            part, _, index = name.partition(".")
-            if index:
-                states[part][int(index)] = each
-        self.hold_states(*states.values())
-
-    def state_nbytes(self) -> int:
-        """See `PolicyLayer.state_nbytes`."""
-        return sum(each.nbytes for part in self.states for each in part.values())
-
-    def take_rows(self, rows: Tensor, tokens: SeenTokens) -> None:
-        """See `PolicyLayer.take_rows`."""
-        super().take_rows(rows, tokens)
-        self.hold_states(
-            *(
-                {index: each.index_select(0, rows.to(each.device)) for index, each in part.items()}
-                for part in self.states
-            )
-        )
-
-    def beside(self) -> Any:
-        """Return the layer's states; see `PolicyLayer.beside`."""
-        return self.states
-
-    def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
-        """See `PolicyLayer.restore`."""
-        super().restore(contents, beside, tokens)
-        self.hold_states(*(beside or ({}, {})))
 
     # The interface of a cache layer of Transformers.
 
@@ -135,10 +84,7 @@ class SideBySideLayer(RecurrentLayer):
 
 
 class EmptyLayer(PolicyLayer, EMPTY_LAYER):  # type: ignore[misc]
-    """A cache layer that holds nothing, for a model layer that reads each token independently.
-
-    An example is a layer with experts only.
-    """
+    """A cache layer that holds nothing, for one that reads each token alone, as experts do."""
 
     attends = False
     plain = False
@@ -159,7 +105,6 @@ class SharedLayer(EmptyLayer):
         self.lender: PolicyLayer | None = None
 
     def settings(self) -> dict[str, Any]:
-        """See `PolicyLayer.settings`."""
         return {"producer": self.producer}
 
     @property
@@ -202,7 +147,3 @@ LAYERS: dict[str, Callable[..., PolicyLayer]] = {
         SharedLayer,
     )
 }
-
-
-def _held(states: dict[int, Tensor | None]) -> States:
-    return {index: each for index, each in states.items() if each is not None}

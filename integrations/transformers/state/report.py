@@ -68,10 +68,7 @@ class CacheReport:
     def of(layers: Sequence[PolicyLayer], seen: int, columns: int) -> CacheReport:
         """Count the tokens and bytes that each layer of a cache holds.
 
-        Args:
-            layers: The layers of the cache.
-            seen: Tokens seen, over all rows, padding not counted.
-            columns: Columns seen, padding included.
+        It has ``seen`` tokens, over all rows without padding, in ``columns`` columns.
         """
         reports = []
         for layer in layers:

@@ -37,9 +37,7 @@ UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueErr
 class SavedCache:
     """A cache as it is written to a file and read from one.
 
-    Args:
-        model: The fingerprint of the model that filled the cache.
-        starts_turn: Whether the policy acts on the next forward.
+    ``starts_turn`` says if the policy acts on the next forward.
     """
 
     policy: Description

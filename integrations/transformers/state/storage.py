@@ -87,9 +87,7 @@ class Storage(abc.ABC):
     def hold(self, keys: Tensor, values: Tensor) -> StoredKV:
         """Store the keys and values that a layer keeps, in this storage's form.
 
-        Args:
-            keys: ``[batch, kv_heads, kept_len, head_dim]``.
-            values: ``[batch, kv_heads, kept_len, head_dim]``; its head dimension may differ.
+        Both are ``[batch, kv_heads, kept_len, head_dim]``; the head dimensions may differ.
         """
 
     def beside(self) -> Storage:
@@ -225,27 +223,22 @@ class Plain(StoredKV):
 
     @property
     def shape(self) -> torch.Size:
-        """See `StoredKV.shape`."""
         batch, heads, _, dim = self.keys.shape
         return torch.Size((batch, heads, self.length, dim))
 
     @property
     def widths(self) -> tuple[int, int]:
-        """See `StoredKV.widths`."""
         return self.keys.shape[3], self.values.shape[3]
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `StoredKV.dtype`."""
         return self.keys.dtype
 
     @property
     def capacity(self) -> int:
-        """See `StoredKV.capacity`."""
         return self.keys.shape[2]
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """See `StoredKV.read`."""
         keys, values = self._taken()
         return keys.to(self.device), values.to(self.device)
 
@@ -256,7 +249,6 @@ class Plain(StoredKV):
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def appended(self, keys: Tensor, values: Tensor) -> Plain:
-        """See `StoredKV.appended`."""
         home, after = self.keys.device, self.length + keys.shape[2]
         keys, values = keys.to(home), values.to(home)
         full = self.length == self.keys.shape[2]
@@ -287,7 +279,6 @@ class Plain(StoredKV):
         return self.used.slots == self.length and after <= self.keys.shape[2] and not frozen
 
     def with_room(self, count: int) -> Plain:
-        """See `StoredKV.with_room`."""
         after = self.length + count
         return self if self._has_room(after) else self.moved(after)
 
@@ -322,17 +313,14 @@ class Plain(StoredKV):
         return Plain(larger(self.keys), larger(self.values), self.device, self.length, used)
 
     def first(self, count: int) -> StoredKV:
-        """See `StoredKV.first`."""
         return Plain.of(self.keys[:, :, :count], self.values[:, :, :count], self.device)
 
     def rows(self, rows: Tensor) -> StoredKV:
-        """See `StoredKV.rows`."""
         rows = rows.to(self.keys.device)
         keys, values = (each.index_select(0, rows) for each in self._taken())
         return Plain.of(keys, values, self.device)
 
     def nbytes(self) -> int:
-        """See `StoredKV.nbytes`."""
         return _nbytes(self.keys) + _nbytes(self.values)
 
 

@@ -98,7 +98,7 @@ def states_of(cache: PolicyCache) -> list[Tensor]:
     found = []
     for layer in cache.layers:
         if isinstance(layer, RecurrentLayer):
-            found += [each.clone() for part in layer.states for each in part.values()]
+            found += [each.clone() for each in layer.beside().values()]
     assert found
     return found
 

@@ -96,7 +96,7 @@ def test_states_count_as_held_and_as_what_a_full_cache_holds(name: str) -> None:
     for layer, row in zip(cache.layers, report.layers, strict=True):
         assert row.holds_tokens is layer.attends
         if isinstance(layer, SideBySideLayer):
-            own = sum(each.nbytes for part in layer.states for each in part.values())
+            own = sum(each.nbytes for each in layer.beside().values())
             assert layer.keys is not None
             assert layer.values is not None
             # Rows keep unlike numbers of tokens: keys and values are read padded, held without it.
@@ -106,7 +106,7 @@ def test_states_count_as_held_and_as_what_a_full_cache_holds(name: str) -> None:
             assert row.held_bytes == own + padded_bytes * filled // slots
             assert own < row.held_bytes < row.full_bytes
         elif isinstance(layer, RecurrentLayer):
-            own = sum(each.nbytes for part in layer.states for each in part.values())
+            own = sum(each.nbytes for each in layer.beside().values())
             assert row.held_bytes == row.full_bytes == own > 0
             assert (layer.keys, layer.values, layer.positions) == (None, None, None)
         elif isinstance(layer, EmptyLayer):

@@ -13,7 +13,7 @@ from benchmarks.overhead import SIZES, Calls
 from kvpolicy.errors import NotAttachedError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.model import attachment
-from kvpolicy.integrations.transformers.model.walking import modules_of, path_to
+from kvpolicy.integrations.transformers.model.modules import modules_of, path_to
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import FastKV
 from tests.integrations.support.reading import Interrupted, marks_on, read
@@ -216,3 +216,15 @@ def test_a_cache_that_leaves_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(attachment, "carries", carries)
         assert torch.equal(model(ids, cache=staying, logits_to_keep=1).logits, expected)
         assert 0 < staying.layers[1].kept_len < 30
+
+
+def test_a_copy_of_an_attached_model_does_not_know_the_cache() -> None:
+    model, prompt = tiny_model("llama", seed=1), torch.tensor([random_tokens(2, 60)])
+    cache = PolicyCache(POLICY)
+    with torch.no_grad(), cache.attached(model):
+        model(prompt, cache=cache)
+        other, seen = copy.deepcopy(model), cache.get_seq_length()
+        with pytest.raises(NotAttachedError, match="cache must be attached"):
+            other(prompt, cache=cache)
+        assert cache.get_seq_length() == seen
+        assert torch.equal(other(prompt).logits, model(prompt).logits)

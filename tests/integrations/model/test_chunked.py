@@ -15,7 +15,7 @@ from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.model.kinds import ChunkedAttention, FullAttention
 from kvpolicy.integrations.transformers.model.masks import Chunk, Spans, Visibility, first_seen
 from kvpolicy.integrations.transformers.model.parts import ModelParts
-from kvpolicy.integrations.transformers.model.temperature import Temperature
+from kvpolicy.integrations.transformers.model.quirks import Temperature
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from tests.integrations.hybrids.models import apart, generate, tokens
 from tests.integrations.model.builds.catalogue import builds
