@@ -19,8 +19,8 @@ from transformers import Cache
 from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.forward.lent_layers import LentBuffers
 from kvpolicy.integrations.transformers.model.attachment import Attachment
-from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.model.masks import Mask, Visibility
+from kvpolicy.integrations.transformers.model.modules import signature
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
