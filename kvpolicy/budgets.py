@@ -89,16 +89,13 @@ class Budget:
         if context_len is not None:
             check_count("context_len", context_len, minimum=1)
         if self.rate is not None:
-            return self.rate if context_len is None else self._rate_of(context_len, protected)
+            if context_len is None:
+                return self.rate
+            return max(self.rate, min(max(protected, 1), context_len) / context_len)
         if context_len is None:
             raise ValueError(f"context_len must be given if {self.name}_tokens is, got None")
         kept = self.count(seen_len=context_len, available=context_len, protected=protected)
         return kept / context_len
-
-    def _rate_of(self, context_len: int, protected: int) -> float:
-        """Return the fraction of a prompt that is kept: the rate, or more if more is protected."""
-        assert self.rate is not None
-        return max(self.rate, min(max(protected, 1), context_len) / context_len)
 
     @property
     def amount(self) -> float:

@@ -21,9 +21,6 @@ def describe(part: Part) -> Description:
 
     Two parts are equal if their descriptions are equal. `from_description` builds the policy again.
 
-    Args:
-        part: A policy, scorer, selector or propagation policy, as an attrs class.
-
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector
         >>> describe(GQAGroupSelector(retention_tokens=64, window_size=4))["type"]
@@ -88,11 +85,6 @@ def _own_class(kind: str) -> object:
     return found if isinstance(found, type) and issubclass(found, parts) else None
 
 
-def _attrs_class(kind: type[CachePolicy]) -> Any:
-    """Return the first attrs class in a class's method resolution order."""
-    return next(each for each in kind.__mro__ if "__attrs_attrs__" in vars(each))
-
-
 def _built(value: Any, known: dict[str, Any]) -> Any:
     if isinstance(value, list):
         return tuple(_built(each, known) for each in value)
@@ -109,8 +101,9 @@ def _built(value: Any, known: dict[str, Any]) -> Any:
     try:
         if issubclass(factory, CachePolicy):
             # A subclass may have a signature of its own: the fields are those of an attrs class.
+            base: Any = next(each for each in factory.__mro__ if "__attrs_attrs__" in vars(each))
             policy = factory.__new__(factory)
-            _attrs_class(factory).__init__(policy, **parts)
+            base.__init__(policy, **parts)
             return policy
         return factory(**parts)
     except TypeError as error:

@@ -13,6 +13,7 @@ SHARED = {
     "retention_rate": "Fraction of the context every layer keeps, in (0, 1].",
     "window_size": "Last tokens that are always kept, at least 0.",
     "retention_tokens": "Number of tokens every layer keeps, at least 1, in place of the rate.",
+    "kernel_size": "Width of the max-pooling, odd.",
     "decoding": "Number of tokens every layer keeps while an answer is decoded, at least 1;\n"
     "        True for ``retention_tokens``; or a `DecodingEviction`. None lets it grow.",
     "group_first": "Whether attention is averaged over each KV group before it is pooled.",
@@ -62,7 +63,7 @@ def documented(cls: type[T]) -> type[T]:
     names = list(inspect.signature(cls).parameters)
     if names:
         sections["Args"] = _arguments(cls, names, sections["Args"])
-        sections["Raises"] = sections["Raises"] or _raises("retention_tokens" in names)
+        sections["Raises"] = sections["Raises"] or _raises(names)
     cls.__doc__ = "\n\n".join(text for text in sections.values() if text)
     return cls
 
@@ -87,8 +88,8 @@ def _arguments(cls: type, names: list[str], section: str) -> str:
     return "\n".join(["Args:", *(f"    {name}: {described[name]}" for name in names)])
 
 
-def _raises(budgets: bool) -> str:
-    given = ", or both budgets are given" if budgets else ""
+def _raises(names: list[str]) -> str:
+    given = ", or both budgets are given" if {"retention_tokens", "tsp_tokens"} & {*names} else ""
     return (
         "Raises:\n    TypeError: An argument is not of its type.\n"
         f"    ValueError: An argument is out of its range{given}."

@@ -14,6 +14,7 @@ from kvpolicy.host_counts import known_counts
 from kvpolicy.interfaces import KVSelector, Scorer
 from kvpolicy.layer_inputs import DecodingInputs
 from kvpolicy.testing.declared import require
+from kvpolicy.testing.strategies import cut
 
 # A difference of summation order over up to 40 queries of magnitude 1 stays far below this.
 TOLERANCE = 1e-4
@@ -78,25 +79,13 @@ def _near(found: Tensor, expected: Tensor, context: LayerContext) -> bool:
 def _second_part(component: Scorer, context: LayerContext) -> LayerContext:
     """Return a layer with only its later queries, and the scorer's state after the earlier ones."""
     count = context.new_len // 2
-    first = slice(0, context.key_len - count)
-    layer = attrs.evolve(context.layer, history=())
-    kinds = None if context._kinds is None else context._kinds[:, :, first]
-    earlier = attrs.evolve(
+    queries, new = context.query_len - count, context.new_len - count
+    earlier = cut(
         context,
-        queries=context.queries[:, :, : context.query_len - count],
-        keys=context.keys[:, :, first],
-        values=context.values[:, :, first],
-        positions=context.positions[:, :, first],
-        new_valid=context.new_valid[:, : context.new_len - count],
-        kinds=kinds,
-        layer=layer,
-        held_len=None,
+        slots=slice(context.key_len - count),
+        queries=slice(queries),
+        new=slice(new),
     )
-    _, state = component.update(earlier)
-    return attrs.evolve(
-        context,
-        queries=context.queries[:, :, context.query_len - count :],
-        new_valid=context.new_valid[:, context.new_len - count :],
-        layer=layer,
-        decoding=DecodingInputs(pad(state, (0, 0, 0, count))),
-    )
+    _, state = component.update(attrs.evolve(earlier, held_len=None))
+    later = cut(context, queries=slice(queries, None), new=slice(new, None))
+    return attrs.evolve(later, decoding=DecodingInputs(pad(state, (0, 0, 0, count))))

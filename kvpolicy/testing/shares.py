@@ -19,6 +19,7 @@ from kvpolicy.context import LayerContext
 from kvpolicy.heads import HeadShare
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.testing.declared import require
+from kvpolicy.testing.strategies import cut
 
 Result = TypeVar("Result")
 
@@ -48,30 +49,13 @@ class _ThreadHeads(HeadShare):
 
 def _shares_of(context: LayerContext) -> list[LayerContext]:
     """Split a layer context into one per KV head, as separate tensor-parallel processes see it."""
-    group = context.query_heads // context.kv_heads
-    meeting, weight = _Meeting(context.kv_heads), context.layer.output_weight
-    shares = []
+    meeting, shares = _Meeting(context.kv_heads), []
     for index in range(context.kv_heads):
         used = int(context.valid[:, index].sum(dim=-1).max())
         slots = slice(context.key_len - max(used, context.new_len), None)
-        head = slice(index, index + 1)
-        share = attrs.evolve(
-            context,
-            queries=context._queries[:, index * group : (index + 1) * group],
-            keys=context.keys[:, head, slots],
-            values=context.values[:, head, slots],
-            positions=context.positions[:, head, slots],
-            kinds=None if context._kinds is None else context._kinds[:, head, slots],
-            layer=attrs.evolve(
-                context.layer,
-                heads=_ThreadHeads(index, context.kv_heads, meeting),
-                output_weight=None if weight is None else weight.chunk(context.kv_heads)[index],
-                history=tuple(
-                    each.chunk(context.kv_heads, dim=1)[index] for each in context.layer.history
-                ),
-            ),
-        )
-        shares.append(share)
+        share = cut(context, heads=slice(index, index + 1), slots=slots)
+        heads = _ThreadHeads(index, context.kv_heads, meeting)
+        shares.append(attrs.evolve(share, layer=attrs.evolve(share.layer, heads=heads)))
     return shares
 
 

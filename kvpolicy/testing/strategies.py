@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Width of what a layer's output projection gives.
 HIDDEN = 13
+ALL = slice(None)
 
 
 def layer_contexts(
@@ -153,29 +154,54 @@ def row_alone(context: LayerContext, row: int) -> LayerContext:
     """Return one batch row of a layer context as a batch of its own, without padding."""
     held = int(context.valid[row].sum(dim=-1).max())
     new = int(context.new_valid[row].sum())
-    keys = slice(context.key_len - held, None)
-    queries = slice(max(context.query_len - new, 0), None)
-    stored, kinds = context._stored, context._kinds
+    return cut(
+        context,
+        rows=slice(row, row + 1),
+        slots=slice(context.key_len - held, None),
+        queries=slice(max(context.query_len - new, 0), None),
+        new=slice(context.new_len - new, None),
+    )
+
+
+def cut(
+    context: LayerContext,
+    *,
+    rows: slice = ALL,
+    heads: slice = ALL,
+    slots: slice = ALL,
+    queries: slice = ALL,
+    new: slice = ALL,
+) -> LayerContext:
+    """Copy a part of a layer: of its rows, KV heads, slots, last queries and new tokens."""
+    first, end, _ = heads.indices(context.kv_heads)
+    layer, stored, held_len = context.layer, context._stored, context._held_len
+
+    def of_heads(tensor: Tensor, axis: int) -> Tensor:
+        """Copy the part of a tensor that has one or more heads for each KV head."""
+        width = tensor.shape[axis] // context.kv_heads
+        return tensor.narrow(axis, first * width, (end - first) * width).clone()
+
+    def of_keys(tensor: Tensor) -> Tensor:
+        return of_heads(tensor[rows, :, slots], 1)
+
     if stored is not None:
-        stored = (
-            stored[0][row : row + 1, :, keys].clone(),
-            stored[1][row : row + 1, :, keys].clone(),
-        )
+        first_stored, second_stored = (each[rows, :, slots].clone() for each in stored)
+        stored = (first_stored, second_stored)
+    weight = layer.output_weight
     return attrs.evolve(
         context,
-        queries=context._queries[row : row + 1, :, queries].clone(),
-        keys=context.keys[row : row + 1, :, keys].clone(),
-        values=context.values[row : row + 1, :, keys].clone(),
-        positions=context.positions[row : row + 1, :, keys].clone(),
-        kinds=None if kinds is None else kinds[row : row + 1, :, keys].clone(),
-        new_valid=context.new_valid[row : row + 1, context.new_len - new :].clone(),
-        seen_len=context.seen_len[row : row + 1],
+        queries=of_heads(context._queries[rows, :, queries], 1),
+        keys=of_keys(context.keys),
+        values=of_keys(context.values),
+        positions=of_keys(context.positions),
+        kinds=None if context._kinds is None else of_keys(context._kinds),
+        new_valid=context.new_valid[rows, new].clone(),
+        seen_len=context.seen_len[rows],
         stored=stored,
+        held_len=None if held_len is None else held_len[rows],
         layer=attrs.evolve(
-            context.layer,
-            history=tuple(
-                each[row : row + 1, :, context.new_len - new :].clone()
-                for each in context.layer.history
-            ),
+            layer,
+            output_weight=None if weight is None else of_heads(weight, 0),
+            history=tuple(of_heads(each[rows, :, new], 1) for each in layer.history),
         ),
     )

@@ -21,7 +21,6 @@ class AdaKV(WindowEvictionMethod):
     Args:
         retention_rate: Fraction of the context that heads keep on average, in (0, 1].
         window_size: Tokens of the observation window, at least 1.
-        kernel_size: Width of the max-pooling, odd.
         floor: Share of the places beside the window that every head fills on its own, in [0, 1];
             with 1 the method is SnapKV.
         retention_tokens: Number of tokens that heads keep on average, at least 1, in place of the

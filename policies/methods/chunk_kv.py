@@ -21,7 +21,6 @@ class ChunkKV(EvictionMethod):
 
     Args:
         window_size: Tokens of the observation window, at least 1.
-        kernel_size: Width of the max-pooling, odd.
         chunk_size: Tokens of a chunk, at least 1.
 
     Example:

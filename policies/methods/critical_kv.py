@@ -20,7 +20,6 @@ class CriticalKV(WindowEvictionMethod):
 
     Args:
         window_size: Tokens of the observation window, at least 1.
-        kernel_size: Width of the max-pooling, odd.
         first_share: Share of the budget that attention alone fills, in [0, 1].
         epsilon: Added to the attention in the second half, at least 0.
 

@@ -28,7 +28,6 @@ class FastKV(Method):
             ``num_layers // 2 - 1``, which gives the paper's 15, 17 and 19 for 32, 36 and 40 layers.
         tsp_rate: Fraction of the context that goes on, in (0, 1].
         window_size: Tokens of the observation window, at least 1.
-        kernel_size: Width of the max-pooling, odd.
         tsp_tokens: Number of tokens that go on, at least 1, in place of the rate.
         protect: First tokens of the context that are always kept and always go on, at least 0.
 

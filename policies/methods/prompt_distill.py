@@ -32,10 +32,6 @@ class PromptDistill(Method):
             published commands.
         protect: First tokens of the context that always go on, at least 0.
 
-    Raises:
-        TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range, or both budgets are given.
-
     Example:
         >>> list(PromptDistill(tsp_rate=0.2).propagation.acting_layers(num_layers=32))
         [13]

@@ -21,7 +21,6 @@ class PyramidKV(WindowEvictionMethod):
     Args:
         retention_rate: Fraction of the context that layers keep on average, in (0, 1].
         window_size: Tokens of the observation window, at least 1.
-        kernel_size: Width of the max-pooling, odd.
         beta: How steeply the budgets fall, at least 1: the last layer keeps about ``1 / beta`` of
             the mean beside the window; with 1 all layers keep equally many.
         retention_tokens: Number of tokens that layers keep on average, at least 1, in place of the

@@ -20,7 +20,6 @@ class RKV(EvictionMethod):
 
     Args:
         window_size: Tokens of the observation window, at least 1.
-        kernel_size: Width of the max-pooling, odd.
         importance: Weight of attention against redundancy, in [0, 1].
 
     Example:

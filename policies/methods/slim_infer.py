@@ -37,10 +37,6 @@ class SlimInfer(Method):
             the rate; 2,048 in the paper, with Llama 3.1 8B.
         protect: First tokens of the context that always go on, at least 0; None for a block.
 
-    Raises:
-        TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range, or both budgets are given.
-
     Example:
         >>> rates = SlimInfer(tsp_rate=0.1).propagation.layer_rates(num_layers=32)
         >>> [rates[layer] for layer in (10, 11, 21, 31)]

@@ -18,7 +18,6 @@ class SnapKV(WindowEvictionMethod):
 
     Args:
         window_size: Tokens of the observation window, at least 1.
-        kernel_size: Width of the max-pooling, odd.
 
     Example:
         >>> SnapKV(retention_rate=0.2).num_queries

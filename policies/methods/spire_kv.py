@@ -34,7 +34,6 @@ class SpireKV(Method):
         tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
             ``num_layers // 2 - 1``.
         window_size: Tokens of the observation window, at least 1.
-        kernel_size: Width of the max-pooling, odd.
         beta: How steep the budgets fall, at least 1; see `PyramidSelector`.
         tsp_rate: Fraction of the context that goes on, in (0, 1], at least the retention; None for
             0.1, or as much as is kept where that is more.
