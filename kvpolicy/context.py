@@ -195,8 +195,10 @@ class LayerContext:
             self.decoding.check((batch, kv_heads, key_len), query_len)
 
     def _check_types(self) -> None:
-        check_count("num_layers", self.num_layers, minimum=1)
-        check_count("layer_idx", self.layer_idx, maximum=self.num_layers - 1)
+        index, layers = self.layer_idx, self.num_layers
+        if not (type(index) is type(layers) is int and 0 <= index < layers):
+            check_count("num_layers", layers, minimum=1)
+            check_count("layer_idx", index, maximum=layers - 1)
         for name, kind, optional in _KINDS:
             value = getattr(self, name)
             if not isinstance(value, kind) and not (optional and value is None):

@@ -281,9 +281,10 @@ class CachePolicy:
                 their number differs from the selector's `KVSelector.kept_counts`; or the last token
                 is not passed on.
         """
-        check_kind("context", context, LayerContext)
+        if not isinstance(context, LayerContext):
+            check_kind("context", context, LayerContext)
         own = DeferredChecks() if checks is None else checks
-        propagates = not self.propagation.restarts and self._acts_at(context)
+        propagates = not self._restarts and self._acts_at(context)
         selects = self._selects_by_saliency
         needed = selects or (propagates and self.propagation.needs_saliency) or remembered
         state = kept = undecided = counts = None
@@ -400,7 +401,11 @@ class CachePolicy:
     def _acting_layers(self) -> dict[int, frozenset[int]]:
         return {}  # keyed by the model's number of layers
 
-    @property
+    @functools.cached_property
+    def _restarts(self) -> bool:
+        return self.propagation.restarts
+
+    @functools.cached_property
     def _selects_by_saliency(self) -> bool:
         return self.selector.needs_saliency and self.rereading is None
 

@@ -10,7 +10,8 @@ from torch.nn.functional import pad
 from kvpolicy.attention import group_mean
 from kvpolicy.checks import check_rate
 from kvpolicy.context import LayerContext
-from kvpolicy.host_counts import on_device
+from kvpolicy.host_counts import held_counts, on_device
+from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.budgeted import BudgetedSelector
 from kvpolicy.selection import compress, ranks
@@ -77,6 +78,14 @@ class AdaptiveHeadSelector(BudgetedSelector):
         first = heads.share * context.kv_heads
         here = chosen[:, first : first + context.kv_heads, chosen.shape[2] - context.key_len :]
         return compress(here, int(here.sum(dim=-1).max()))
+
+    def _protects_by_slot(self, context: LayerContext) -> bool:
+        """True if there is no padding, and the protected tokens are the first and the last slots.
+
+        In a later turn, the first tokens of a context may be gone.
+        """
+        whole = not self.protect or held_counts(context) == context.seen_len
+        return context._unpadded and whole and type(self).protected is KVSelector.protected
 
     def _places(self, seen_len: tuple[int, ...], protected: Tensor) -> tuple[Tensor, Tensor]:
         """Split each row's budget into a fixed part per head and a part heads compete for."""

@@ -8,8 +8,6 @@ import attrs
 
 from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count
-from kvpolicy.context import LayerContext
-from kvpolicy.host_counts import held_counts
 from kvpolicy.interfaces import KVSelector
 
 
@@ -53,14 +51,6 @@ class BudgetedSelector(KVSelector):
         check_count("num_layers", num_layers, minimum=1)
         fixed = self.window_size + self.protect
         return [self.mean_budget.fraction(context_len, protected=fixed)] * num_layers
-
-    def _protects_by_slot(self, context: LayerContext) -> bool:
-        """True if there is no padding, and the protected tokens are the first and the last slots.
-
-        In a later turn, the first tokens of a context may be gone.
-        """
-        whole = not self.protect or held_counts(context) == context.seen_len
-        return context._unpadded and whole and type(self).protected is KVSelector.protected
 
     def _free(self, seen_len: int, protected: int) -> int:
         """Return the mean number of tokens that a head keeps besides the protected ones."""

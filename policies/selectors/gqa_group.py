@@ -8,7 +8,8 @@ from torch import Tensor
 from kvpolicy.attention import group_mean
 from kvpolicy.budgets import Budget
 from kvpolicy.context import LayerContext
-from kvpolicy.host_counts import counts_under, known_counts, protected_counts
+from kvpolicy.host_counts import counts_under, held_counts, known_counts, protected_counts
+from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.budgeted import BudgetedSelector
 from kvpolicy.selection import head_budgets, select_between, select_top
@@ -40,7 +41,7 @@ class GQAGroupSelector(BudgetedSelector):
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """Return how many tokens of each row the budget allows every head to keep."""
-        fixed = protected_counts(context, tail=self.protected_tail, first=self.protected_first)
+        fixed = protected_counts(context, tail=self.window_size, first=self.protect)
         return counts_under(self.budget, context, fixed)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
@@ -58,8 +59,13 @@ class GQAGroupSelector(BudgetedSelector):
         return select_top(scores, budgets, valid=valid, protected=protected)
 
     def _count_of_unpadded(self, context: LayerContext) -> int | None:
-        """Return every head's count if no slot is padding and slots show what is protected."""
-        counts = known_counts(self, context) if self._protects_by_slot(context) else None
+        """Return every head's count if no slot is padding and slots show what is protected.
+
+        In a later turn, the first tokens of a context may be gone.
+        """
+        whole = not self.protect or held_counts(context) == context.seen_len
+        own = type(self).protected is KVSelector.protected
+        counts = known_counts(self, context) if context._unpadded and whole and own else None
         if counts is None or len(set(counts)) > 1:
             return None
         return counts[0] if self.protect + self.window_size <= counts[0] else None
