@@ -154,7 +154,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
 
         An attention module that computes distances gets the offset of its own queries instead.
         """
-        run = self._reader.at_work
+        run = self._reader.run and self._reader.at_work
         columns = None if run is None else run.columns(layer_idx)
         return self.get_seq_length(layer_idx) if columns is None else columns.query_offset
 
