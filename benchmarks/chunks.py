@@ -6,8 +6,6 @@ every method, and ``chunks.png``: how memory grows.
 
     python benchmarks/chunks.py [--contexts 100000,...] [--rounds 3] [--growing 16384,...]
                                 [--chunks 2048] [--methods NAME,...]
-    python benchmarks/chunks.py --quick
-    python benchmarks/chunks.py --show FILE
 """
 
 from __future__ import annotations

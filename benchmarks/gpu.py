@@ -13,11 +13,6 @@ tens of milliseconds for each decoded token, and for each layer if layers hold d
 tokens. So it is disabled unless ``--cudnn`` is given.
 
     python benchmarks/gpu.py [--minutes 25] [--contexts 2048,8192,32768,131072] [--out DIR]
-    python benchmarks/gpu.py --parts cells,answers     # without the other parts
-    python benchmarks/gpu.py --cudnn                   # with cuDNN's attention
-    python benchmarks/gpu.py --again                   # anew, in place of a result that is there
-    python benchmarks/gpu.py --quick                   # a tiny model on the CPU
-    python benchmarks/gpu.py --show FILE               # table and picture of a result
 """
 
 from __future__ import annotations
@@ -328,10 +323,7 @@ PREFILL = (
     Column("prefill s", 10, middle("prefill_ms", 1e3), ".3f"),
     Column("x", 6, "prefill_speedup", ".2f"),
 )
-TOKEN = (
-    Column("decode ms", 10, _token, ".2f"),
-    Column("x", 6, "decode_speedup", ".2f"),
-)
+TOKEN = (Column("decode ms", 10, _token, ".2f"), Column("x", 6, "decode_speedup", ".2f"))
 TABLES = (
     CellTable(
         "cells",
@@ -363,14 +355,7 @@ x: the time of full context over the policy's, with the same buffers and rows:
 above 1 a policy is faster. allowed: the most that operations, or bytes, allow.
 x loop: full context in the loop, over the policy's."""
 BENCHMARK = Benchmark(
-    "gpu",
-    __doc__,
-    measure,
-    OPTIONS,
-    TABLES,
-    notes=NOTES,
-    picture=gpu_picture,
-    settle=choose,
+    "gpu", __doc__, measure, OPTIONS, TABLES, notes=NOTES, picture=gpu_picture, settle=choose
 )
 main, options_of, table = BENCHMARK.main, BENCHMARK.options_of, BENCHMARK.text
 

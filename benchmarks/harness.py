@@ -1,18 +1,7 @@
-"""The shared frame of all benchmarks: a script adds its contenders and a function `measure`.
+"""The shared frame of all benchmarks: options, tables, and a record that is written as it grows.
 
-A script makes one `Benchmark` of its options, its tables and a function that measures::
-
-    OPTIONS = (Option("contexts", [2048, 8192], quick=[64]), Option("rounds", 7, quick=1))
-    TABLE = Table("rows", Column("cache", -20, "cache"), Column("token ms", 9, "token_ms", ".2f"))
-
-    def measure(run: Run) -> None:
-        run.begin({"rounds": run.options.rounds}, "rows")
-        for context in run.options.contexts:
-            taken = in_turns(contenders(context), run.options.rounds)
-            run.add("rows", *rows_of(context, taken))
-
-    BENCHMARK = Benchmark("tokens", __doc__, measure, OPTIONS, (TABLE,))
-    main = BENCHMARK.main
+A script makes one `Benchmark` of its options, its tables and a function that measures; `chunks.py`
+is a short one. ``--quick`` is a tiny run of any of them, and ``--show FILE`` only shows a result.
 """
 
 from __future__ import annotations

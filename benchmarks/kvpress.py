@@ -14,7 +14,6 @@ other environment, and runs this:
 
     python benchmarks/kvpress.py --kvpress-python .venv-kvpress/bin/python [--prompts 4]
         [--tokens 2000] [--rates 0.1 0.2] [--methods snapkv kvzip] [--out benchmarks/results]
-    python benchmarks/kvpress.py --show benchmarks/results/kvpress.json
 """
 
 from __future__ import annotations
@@ -368,10 +367,8 @@ def table(record: Mapping[str, Any]) -> str:
     for row in record["rows"]:
         shared = "-" if row["shared"] is None else f"{row['shared']:.4f}"
         right, seconds = row["right"].values(), row["seconds"].values()
-        texts, heads = (
-            f"{row['texts_equal']}/{row['prompts']}",
-            f"{row['heads_equal']}/{row['heads']}",
-        )
+        texts = f"{row['texts_equal']}/{row['prompts']}"
+        heads = f"{row['heads_equal']}/{row['heads']}"
         lines.append(
             f"{row['method']:<19}{row['rate']:5.0%} {'later' if row['asked_later'] else 'known'}"
             f"{texts:>6}{heads:>9}{row['heads_nested']:>7}{shared:>8}"

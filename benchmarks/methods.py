@@ -5,8 +5,6 @@ method has one turn, and so does the model without kvpolicy, so that a machine t
 affects all of them. Writes ``methods.json`` after every length, and a picture.
 
     python benchmarks/methods.py [--contexts 2048,8192,32768] [--rounds N] [--threads 2] [--out DIR]
-    python benchmarks/methods.py --quick
-    python benchmarks/methods.py --show FILE
 """
 
 from __future__ import annotations
@@ -84,11 +82,6 @@ def rounds_for(context: int) -> int:
     return 9 if context < 4096 else 5 if context < 16384 else 3
 
 
-def all_policies() -> dict[str, CachePolicy]:
-    found = {name: build(name) for name in registered("policy")}
-    return {name: each for name, each in found.items() if isinstance(each, CachePolicy)}
-
-
 def row_of(name: str, times: Times, full: Times, context: int, limits: dict[str, float]) -> Row:
     """Return the results of one method at one length; ratios compare within a round."""
     row = {"policy": name, "context": context, **limits}
@@ -129,9 +122,8 @@ def measure_memory(run: Run, spec: ModelSpec) -> None:
 
 
 def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    known = all_policies()
-    chosen = names_among(parser, "--methods", options.methods, known)
-    options.policies = {name: known[name] for name in chosen}
+    chosen = names_among(parser, "--methods", options.methods, registered("policy"))
+    options.policies = {name: build(name) for name in chosen}
 
 
 def measure(run: Run) -> None:

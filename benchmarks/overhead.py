@@ -8,8 +8,6 @@ One model is bound by Python (32 layers, hidden size 64, 4 query and 2 KV heads)
 (16 layers, hidden size 512, 8 query and 2 KV heads). Writes ``overhead.json``.
 
     python benchmarks/overhead.py [--policies SnapKV,FastKV] [--repeats 9] [--counts-only]
-    python benchmarks/overhead.py --quick
-    python benchmarks/overhead.py --show FILE
 """
 
 from __future__ import annotations

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpolicy.evaluation.comparison.times import Ratio
 from kvpolicy.evaluation.extras import MissingExtraError, require
-from kvpolicy.evaluation.pictures import (
-    Cell,
-    Colour,
-    draw_grid,
-    new_figure,
-    png,
-)
+from kvpolicy.evaluation.pictures import Cell, Colour, draw_grid, new_figure, png
 from kvpolicy.evaluation.results import write_all
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _MARKERS = "osD^vP*X"
 _PHASES = {"prefill": "prefill", "decode": "decoding"}
@@ -78,21 +69,13 @@ def chunks_picture(record: dict[str, Any]) -> bytes:
     chunk = max((row["chunk"] or 0 for row in record["prompts"]), default=0)
     require("matplotlib", extra="plot")
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
+    from matplotlib.ticker import LogFormatter
 
     figure = Figure(figsize=(6.5, 4.5), layout="constrained")
     figure.suptitle(f"tiny random Llama: prompts in chunks of {chunk:,} tokens")
     axes = figure.subplots()
     axes.set_xlabel("tokens of the prompt")
     axes.set_ylabel("peak memory of prefill (MiB)")
-    _growth(axes, points)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    return png(figure)
-
-
-def _growth(axes: Axes, points: list[dict[str, Any]]) -> None:
-    from matplotlib.ticker import LogFormatter
-
     for index, name in enumerate(dict.fromkeys(point["policy"] for point in points)):
         peaks = {each["at"]: each["peak"] for each in points if each["policy"] == name}
         known = [(at, peak["growth_bytes"] / 2**20) for at, peak in peaks.items() if peak]
@@ -106,6 +89,9 @@ def _growth(axes: Axes, points: list[dict[str, Any]]) -> None:
     ticks = sorted({point["at"] for point in points})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize="small")
     axes.grid(alpha=0.3)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return png(figure)
 
 
 def _speedups(rows: list[dict[str, Any]], title: str, legend: str) -> bytes:

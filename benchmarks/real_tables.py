@@ -129,17 +129,10 @@ def kinds(data: Mapping[str, Any], model: str, task: str, tokens: str, rate: str
     ways = found_cells(data, model, task, tokens)
     first = next(iter(ways.values()))
     header = ["policy", *(f"{way}, {kind}" for way, it in ways.items() for kind in it.kinds)]
-    lines = [
-        [
-            _shown(name),
-            *(
-                _percent(it.right(name, float(rate), kind))
-                for it in ways.values()
-                for kind in it.kinds
-            ),
-        ]
-        for name in [FULL, *first.names]
-    ]
+    lines = []
+    for name in [FULL, *first.names]:
+        cells = [it.right(name, float(rate), kind) for it in ways.values() for kind in it.kinds]
+        lines.append([_shown(name), *map(_percent, cells)])
     return _table(header, lines)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import attrs
 import torch
 
-from benchmarks.common import ModelSpec
+from benchmarks.common import ModelSpec, write_json
 from kvpolicy.evaluation.results import environment
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.vllm import ServedDocument, export
@@ -154,11 +154,7 @@ def requests_of(
     if document is not None:
         named = {"kv_transfer_params": {"kvpolicy_document": document.name}}
     sampling = SamplingParams(
-        temperature=0,
-        max_tokens=asked.answer,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args=named,
+        temperature=0, max_tokens=asked.answer, ignore_eos=True, detokenize=False, extra_args=named
     )
     found = []
     for index in range(asked.questions):
@@ -185,8 +181,7 @@ def main() -> None:
         "documents": documents,
         "rows": rows,
     }
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps(whole, indent=1) + "\n")
+    write_json(asked.out.parent, asked.out.name, whole)
     print(f"written to {asked.out}")
 
 

@@ -154,11 +154,7 @@ def _block_sizes(context: LayerContext) -> tuple[int, int]:
 
 
 def _block_weights(
-    context: LayerContext,
-    heads: slice,
-    keys: Tensor,
-    valid: Tensor | None,
-    shown: slice,
+    context: LayerContext, heads: slice, keys: Tensor, valid: Tensor | None, shown: slice
 ) -> Tensor:
     """Compute causal attention weights of a block of queries over all keys up to its last query."""
     queries = context.queries

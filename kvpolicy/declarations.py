@@ -10,10 +10,7 @@ import attrs
 from kvpolicy.interfaces import Part
 
 # The methods that each declaration is about: a class that overrides one must declare again.
-ABOUT = {
-    "accumulates": ("score", "update", "state_size", "num_queries"),
-    "keeps_all": ("select",),
-}
+ABOUT = {"accumulates": ("score", "update", "state_size", "num_queries"), "keeps_all": ("select",)}
 
 
 def still_holds(part: Part, declaration: str, *methods: str) -> bool:

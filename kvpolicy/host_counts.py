@@ -69,9 +69,7 @@ def protected_counts(
 
 
 def counts_under(
-    budget: Budget,
-    context: LayerContext,
-    protected: Sequence[tuple[int, int]] | None,
+    budget: Budget, context: LayerContext, protected: Sequence[tuple[int, int]] | None
 ) -> tuple[int, ...] | None:
     """Return how many tokens each head keeps per batch row under a budget, from lengths alone.
 

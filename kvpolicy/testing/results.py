@@ -81,10 +81,7 @@ def _second_part(component: Scorer, context: LayerContext) -> LayerContext:
     count = context.new_len // 2
     queries, new = context.query_len - count, context.new_len - count
     earlier = cut(
-        context,
-        slots=slice(context.key_len - count),
-        queries=slice(queries),
-        new=slice(new),
+        context, slots=slice(context.key_len - count), queries=slice(queries), new=slice(new)
     )
     _, state = component.update(attrs.evolve(earlier, held_len=None))
     later = cut(context, queries=slice(queries, None), new=slice(new, None))

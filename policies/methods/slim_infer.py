@@ -64,9 +64,7 @@ class SlimInfer(Method):
         last = Budget(self.tsp_rate, self.tsp_tokens, name="tsp")
         block = self.chunk_size * self.block_chunks
         scorer = BlockProductScorer(
-            window_size=self.window_size,
-            chunk_size=self.chunk_size,
-            block_chunks=self.block_chunks,
+            window_size=self.window_size, chunk_size=self.chunk_size, block_chunks=self.block_chunks
         )
         stages = [
             TokenSelectivePropagation(

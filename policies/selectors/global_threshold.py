@@ -78,9 +78,7 @@ class GlobalThresholdSelector(BudgetedSelector):
                 held[row] += sum(valid[row])
                 counts[row] += sum(
                     self.mean_budget.count(
-                        seen_len=seen,
-                        available=seen - own[row] + reached[row],
-                        protected=protected,
+                        seen_len=seen, available=seen - own[row] + reached[row], protected=protected
                     )
                     for tokens, protected in zip(valid[row], fixed[row], strict=True)
                     if tokens

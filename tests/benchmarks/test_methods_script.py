@@ -56,7 +56,8 @@ def test_large_numbers_fit_the_table() -> None:
 
 
 def test_every_registered_policy_is_measured() -> None:
-    assert list(methods.all_policies()) == list(registered("policy"))
+    options = methods.main.__self__.options_of([])
+    assert list(options.policies) == list(registered("policy"))
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,7 @@ import pytest
 import kvpolicy
 from kvpolicy import CachePolicy
 from kvpolicy.description import describe, from_description
-from kvpolicy.policies import (
-    GQAGroupSelector,
-    PassAllPropagation,
-    SnapKV,
-    WindowMaxPoolScorer,
-)
+from kvpolicy.policies import GQAGroupSelector, PassAllPropagation, SnapKV, WindowMaxPoolScorer
 from tests.policies.written import made
 
 

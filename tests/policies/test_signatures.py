@@ -8,10 +8,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy import CachePolicy, DecodingEviction, KVSelector, PropagationPolicy, Scorer, policies
-from kvpolicy.policies import (
-    FastKV,
-    SnapKV,
-)
+from kvpolicy.policies import FastKV, SnapKV
 from kvpolicy.repetition import Repetition
 
 CLASSES: dict[str, Any] = {

@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import LayerContext
-from kvpolicy.policies import (
-    BlockMassPropagation,
-    UniPrefill,
-)
+from kvpolicy.policies import BlockMassPropagation, UniPrefill
 from tests.contexts import layer_context, of_new
 from tests.policies.views import passed_by
 
