@@ -19,6 +19,14 @@ WHOLE = {
     "test_reproduce.py",
     "situations",
 }
+# Of these only the first case of the first tests runs: what they have else takes minutes.
+LONG = {
+    *("decoding", "fuzz", "suite"),
+    *("test_static.py", "test_leftovers.py", "test_shapes.py", "test_not_used.py"),
+    *("test_two_devices.py", "test_device_map.py", "test_tensor_parallel.py"),
+    *("test_processes.py", "test_first_hour.py", "test_site.py", "test_gpu_script.py"),
+}
+FIRST_TESTS = 2
 
 Case = Mapping[str, Hashable]
 
@@ -51,13 +59,16 @@ def case_of(item: pytest.Item) -> Case:
 
 
 def chosen_items(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Returns of every file the covering cases, and all of what `WHOLE` names, in their order."""
+    """Returns of every file the covering cases, all of `WHOLE` and few of `LONG`, in order."""
     files: dict[Path, dict[str, list[pytest.Item]]] = {}
     for item in items:
         tests = files.setdefault(item.path, {})
         tests.setdefault(getattr(item, "originalname", item.name), []).append(item)
     kept = set[pytest.Item]()
     for path, tests in files.items():
+        if LONG & set(path.parts):
+            kept.update(cases[0] for cases in [*tests.values()][:FIRST_TESTS])
+            continue
         chosen = covering([[*map(case_of, cases)] for cases in tests.values()])
         for cases, found in zip(tests.values(), chosen, strict=True):
             kept.update(cases if WHOLE & set(path.parts) else [cases[at] for at in found])

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Hashable
 from itertools import chain, combinations, product
 from pathlib import Path
@@ -12,7 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.covering import WHOLE, Case, case_of, chosen_items, covering, covering_pairs
+from tests.covering import (
+    FIRST_TESTS,
+    LONG,
+    WHOLE,
+    Case,
+    case_of,
+    chosen_items,
+    covering,
+    covering_pairs,
+)
 
 VALUES = st.one_of(st.integers(0, 3), st.booleans(), st.sampled_from("abc"), st.none())
 
@@ -73,7 +83,7 @@ def test_equal_values_of_unlike_types_are_two() -> None:
 
 
 def test_of_this_suite_every_value_is_chosen(request: pytest.FixtureRequest) -> None:
-    items = request.session.items
+    items = [item for item in request.session.items if not LONG & set(item.path.parts)]
     chosen = chosen_items(items)
 
     def taken(some: list[pytest.Item]) -> set[tuple[object, ...]]:
@@ -88,9 +98,16 @@ def test_of_this_suite_every_value_is_chosen(request: pytest.FixtureRequest) -> 
     assert set(whole) <= set(chosen)
 
 
+def test_of_long_files_the_first_tests_are_chosen(request: pytest.FixtureRequest) -> None:
+    items = [item for item in request.session.items if LONG & set(item.path.parts)]
+    chosen = Counter(item.path for item in chosen_items(items))
+    assert chosen.keys() == {item.path for item in items}
+    assert set(chosen.values()) <= {1, FIRST_TESTS}
+
+
 def test_what_is_never_sampled_is_there(request: pytest.FixtureRequest) -> None:
     tests = request.config.rootpath / "tests"
-    assert {path.name for path in tests.rglob("*")} >= WHOLE
+    assert {path.name for path in tests.rglob("*")} >= WHOLE | LONG
 
 
 GRID = """
