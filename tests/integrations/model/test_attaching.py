@@ -225,6 +225,6 @@ def test_a_copy_of_an_attached_model_does_not_know_the_cache() -> None:
         model(prompt, cache=cache)
         other, seen = copy.deepcopy(model), cache.get_seq_length()
         with pytest.raises(NotAttachedError, match="cache must be attached"):
-            other(prompt, cache=cache)
+            other(prompt, **{CACHE: cache})
         assert cache.get_seq_length() == seen
         assert torch.equal(other(prompt).logits, model(prompt).logits)
