@@ -8,25 +8,16 @@ from typing import Any
 import pytest
 
 # Every case of these runs always: each takes a fraction of a second, or is a page's own example.
-WHOLE = {
-    "core",
-    "policies",
-    "test_commands_in_pages.py",
-    "test_doctests.py",
-    "test_examples.py",
-    "test_kinds_page.py",
-    "test_readme.py",
-    "test_reproduce.py",
-    "situations",
-}
-# Of these only the first case of the first tests runs: what they have else takes minutes.
+WHOLE = {"core", "policies", "test_doctests.py", "test_examples.py", "test_readme.py"}
+# Of these every eighth case runs: all would take minutes.
 LONG = {
-    *("decoding", "fuzz", "suite"),
+    *("decoding", "fuzz", "situations", "suite"),
     *("test_static.py", "test_leftovers.py", "test_shapes.py", "test_not_used.py"),
     *("test_two_devices.py", "test_device_map.py", "test_tensor_parallel.py"),
     *("test_processes.py", "test_first_hour.py", "test_site.py", "test_gpu_script.py"),
+    *("test_commands_in_pages.py", "test_reproduce.py", "test_kinds_page.py", "test_builds.py"),
 }
-FIRST_TESTS = 2
+EVERY = 8
 
 Case = Mapping[str, Hashable]
 
@@ -67,7 +58,7 @@ def chosen_items(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     kept = set[pytest.Item]()
     for path, tests in files.items():
         if LONG & set(path.parts):
-            kept.update(cases[0] for cases in [*tests.values()][:FIRST_TESTS])
+            kept.update([*chain(*tests.values())][::EVERY])
             continue
         chosen = covering([[*map(case_of, cases)] for cases in tests.values()])
         for cases, found in zip(tests.values(), chosen, strict=True):

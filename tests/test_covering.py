@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.covering import (
-    FIRST_TESTS,
+    EVERY,
     LONG,
     WHOLE,
     Case,
@@ -98,11 +98,10 @@ def test_of_this_suite_every_value_is_chosen(request: pytest.FixtureRequest) -> 
     assert set(whole) <= set(chosen)
 
 
-def test_of_long_files_the_first_tests_are_chosen(request: pytest.FixtureRequest) -> None:
+def test_of_long_files_some_cases_are_chosen(request: pytest.FixtureRequest) -> None:
     items = [item for item in request.session.items if LONG & set(item.path.parts)]
-    chosen = Counter(item.path for item in chosen_items(items))
-    assert chosen.keys() == {item.path for item in items}
-    assert set(chosen.values()) <= {1, FIRST_TESTS}
+    every, chosen = (Counter(each.path for each in of) for of in (items, chosen_items(items)))
+    assert chosen == {path: -(-count // EVERY) for path, count in every.items()}
 
 
 def test_what_is_never_sampled_is_there(request: pytest.FixtureRequest) -> None:
