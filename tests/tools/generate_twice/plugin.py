@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
 from generate_twice.record import Record
 from generate_twice.wrapping import generating_twice
 

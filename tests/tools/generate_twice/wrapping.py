@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from generate_twice.arguments import Arguments, Before
+from generate_twice.outputs import differences
+from generate_twice.record import Comparison, Record
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin
 
 import kvpolicy
-from generate_twice.arguments import Arguments, Before
-from generate_twice.outputs import differences
-from generate_twice.record import Comparison, Record
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.surface import CACHE
