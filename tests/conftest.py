@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.covering import chosen_items
+from tests.covering import SLOW, chosen_items
 
 # Chance is for `make thorough` and `make fuzz`: what these find becomes an example of its test.
 FIXED: dict[str, Any] = {"deadline": None, "derandomize": True, "database": None}
@@ -23,15 +23,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", usual))
 torch.set_num_threads(1)
 
 
-# Files and folders whose single tests take tens of seconds; their rooms have others.
-SLOW = {
-    "fuzz",
-    "test_static.py",
-    "test_leftovers.py",
-    "test_two_devices.py",
-    "test_device_map.py",
-    "test_processes.py",
-}
 QUICK_TESTS_A_FILE = 2
 LEFT_OUT = pytest.StashKey[dict[str, tuple[int, int]]]()
 

@@ -9,12 +9,19 @@ import pytest
 
 # Every case of these runs always: each takes a fraction of a second, or is a page's own example.
 WHOLE = {"core", "policies", "test_doctests.py", "test_examples.py", "test_readme.py"}
+# Files and folders whose single tests take tens of seconds; their rooms have others.
+SLOW = {
+    "fuzz",
+    "test_static.py",
+    "test_leftovers.py",
+    "test_two_devices.py",
+    "test_device_map.py",
+    "test_processes.py",
+}
 # Of these every eighth case runs: all would take minutes.
-LONG = {
-    *("decoding", "fuzz", "situations", "suite"),
-    *("test_static.py", "test_leftovers.py", "test_shapes.py", "test_not_used.py"),
-    *("test_two_devices.py", "test_device_map.py", "test_tensor_parallel.py"),
-    *("test_processes.py", "test_first_hour.py", "test_site.py", "test_gpu_script.py"),
+LONG = SLOW | {
+    *("decoding", "situations", "suite", "test_shapes.py", "test_not_used.py"),
+    *("test_tensor_parallel.py", "test_first_hour.py", "test_site.py", "test_gpu_script.py"),
     *("test_commands_in_pages.py", "test_reproduce.py", "test_kinds_page.py", "test_builds.py"),
 }
 EVERY = 8

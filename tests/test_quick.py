@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.conftest import SLOW, quick
+from tests.conftest import quick
+from tests.covering import SLOW
 
 
 def test_it_has_tests_of_every_folder_and_of_every_file_that_is_not_slow(

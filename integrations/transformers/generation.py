@@ -112,7 +112,7 @@ class Turn:
     Args:
         given: The inputs of the call.
         drafts: Whether tokens that were read may be removed again, as rejected draft tokens are.
-        prompt_end: See `ForwardDispatcher.new_turn`, as of the other settings.
+        prompt_end, may_be_static, unhooked: See `ForwardDispatcher.new_turn`.
     """
 
     given: Given
