@@ -33,6 +33,15 @@ class UnknownPolicyError(KVPolicyError):
 class NotAttachedError(KVPolicyError):
     """Raised when a cache is used without being attached to the model, as its policy needs."""
 
+    @classmethod
+    def with_cache_as(cls, argument: str) -> NotAttachedError:
+        """Make the error with the name of the argument by which a model takes its cache."""
+        return cls(
+            "cache must be attached to the model for its policy to act: use "
+            f"model.generate({argument}=cache), or call the model inside "
+            "`with cache.attached(model):`"
+        )
+
 
 class CacheInUseError(KVPolicyError):
     """Raised when two threads use the same cache at once."""

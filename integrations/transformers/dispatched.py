@@ -49,11 +49,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         """Return the run of the decoder that is in progress."""
         run = self._reader.run
         if run is None:
-            raise NotAttachedError(
-                "cache must be attached to the model for its policy to act: use "
-                f"model.generate({CACHE}=cache), or call the model inside "
-                "`with cache.attached(model):`"
-            )
+            raise NotAttachedError.with_cache_as(CACHE)
         return run if run.part is None else run.part
 
     def update(

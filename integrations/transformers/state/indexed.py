@@ -69,11 +69,7 @@ class IndexedLayer(PolicyLayer):
     def update_index(self, keys: Tensor) -> Tensor:
         """Add index keys ``[batch, 1, new_len, index_dim]``; return all of them."""
         if self.taking is None:
-            raise NotAttachedError(
-                "cache must be attached to the model for its policy to act: use "
-                f"model.generate({CACHE}=cache), or call the model inside "
-                "`with cache.attached(model):`"
-            )
+            raise NotAttachedError.with_cache_as(CACHE)
         return self.taking(keys[:, 0])[:, None]
 
     @property
