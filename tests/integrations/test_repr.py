@@ -1,8 +1,10 @@
-"""What caches and documents print of themselves."""
+"""What caches and documents print of themselves, and the members of a cache that users have."""
 
 import copy
+import inspect
 
 import pytest
+from transformers import Cache
 
 from kvpolicy.integrations.transformers import PolicyCache, ReadDocument
 from kvpolicy.policies import CLAA, AdaKV, FullContext, SnapKV
@@ -72,3 +74,20 @@ def test_a_document_shows_its_model() -> None:
     assert count > 40
     written = f"SnapKV(retention_tokens=12)): {count} tokens read, 12 held by each layer"
     assert repr(document) == f"ReadDocument({name}, {written}"
+
+
+PUBLIC = {
+    *("policy", "storage", "max_new_tokens", "propagated", "seen_lengths", "is_attached"),
+    *("attached", "start_turn", "appending", "save", "load", "report"),
+}
+# Some models define caches of their own, with these methods.
+ASKED_BY_MODELS = {"get_linear_cache", "set_linear_cache"}
+
+
+def test_what_a_cache_adds_to_that_of_transformers() -> None:
+    added = {
+        name
+        for name, _ in inspect.getmembers_static(PolicyCache)
+        if not name.startswith("_") and not hasattr(Cache, name)
+    }
+    assert added == PUBLIC | ASKED_BY_MODELS

@@ -5,8 +5,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.needle import NeedlePrompt, NeedleTask, load_model, load_tokenizer, needle_prompts
-from tests.needle.vocabulary import BOS, END, KEY, LINK, QUERY, QUERY2, SYMBOLS
+from tests.needle import (
+    BOS,
+    END,
+    KEY,
+    LINK,
+    QUERY,
+    QUERY2,
+    SYMBOLS,
+    NeedlePrompt,
+    NeedleTask,
+    load_model,
+    load_tokenizer,
+    needle_prompts,
+)
 
 
 def solve(prompt: NeedlePrompt) -> tuple[int, ...]:

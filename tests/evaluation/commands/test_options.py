@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from kvpolicy import CachePolicy, DecodingEviction
 from kvpolicy.assignments import PartOption
 from kvpolicy.evaluation import load
 from kvpolicy.evaluation.chosen import chosen_variant, chosen_variants
+from kvpolicy.evaluation.commands.app import app
 from kvpolicy.evaluation.commands.shared import with_policies
 from kvpolicy.evaluation.policy_options import PolicyOptions
 from kvpolicy.policies import (
@@ -283,3 +285,29 @@ def test_a_bound_reaches_budgets_within_selectors_and_passes_over_what_has_no_ru
     ):
         with pytest.raises(ValueError, match="--decoding-tokens must be given with a policy"):
             chosen_variants(alone, (0.5,))
+
+
+OPTIONS = [
+    option
+    for command in typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+    for option in command.params
+    if option.param_type_name == "option" and option.name != "help"
+]
+
+
+def test_a_word_means_one_kind_of_thing() -> None:
+    """Such as a folder: what is written to a file is said by another word."""
+    found = defaultdict(set)
+    for option in OPTIONS:
+        for name in option.opts:
+            found[name].add(option.metavar)
+    assert {name: kinds for name, kinds in found.items() if len(kinds) > 1} == {}
+    assert found["--out"] == {"DIR"}
+    assert found["--prompt-file"] == found["--json"] == {"FILE"}
+
+
+def test_a_word_has_the_same_other_forms_everywhere() -> None:
+    forms = defaultdict(set)
+    for option in OPTIONS:
+        forms[option.opts[0]].add((*option.opts, *option.secondary_opts))
+    assert {name: each for name, each in forms.items() if len(each) > 1} == {}

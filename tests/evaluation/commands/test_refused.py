@@ -1,4 +1,4 @@
-"""Command lines that are refused: one line says why, and nothing is written."""
+"""Command lines that are refused: one line says why, nothing is written, no model is loaded."""
 
 import json
 import shlex
@@ -214,3 +214,28 @@ def test_the_policy_is_named(refuses: Any, line: str) -> None:
     layer = "filter_layer" if "filter_layer" in line else "tsp_layer"
     said = f"{layer} must be in [0, {last}] for a model of {last + 1} layers, got 40"
     refuses(line, 1, f"error: {OUTSIDE[line]}: {said}")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that takes no files")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("compare", "--out", "/proc/x"),
+        ("calibrate", "--out", "/proc/x"),
+        ("analyze", "--out", "/proc/x"),
+        ("eval", "--tasks", "needle_one_hop", "--out", "/proc/x"),
+        ("estimate", "--config", "phi-4", "--context", "9", "--json", "/proc/x"),
+    ],
+)
+def test_places_are_tried_first(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    """Permissions alone do not tell: the superuser has all of them in /proc."""
+
+    def loaded(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model is loaded before the place is tried")
+
+    monkeypatch.setattr(terminal, "load", loaded)
+    status, shown, err = run(*arguments)
+    assert (status, shown) == (1, "")
+    assert "must be a place that can be written to, got /proc/x" in err

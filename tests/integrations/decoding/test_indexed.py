@@ -17,8 +17,18 @@ from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, Qu
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.surface import CACHE
 from kvpolicy.policies import H2O, RKV, TOVA, ExpectedAttention, KeyDiff, SnapKV
-from tests.integrations.decoding.reading import Kept, Reading, held, read, seen_at_every_step
-from tests.integrations.decoding.rules import EVERY, KEEPING_ALL, RULES, bounded, with_every
+from tests.integrations.decoding.support import (
+    EVERY,
+    KEEPING_ALL,
+    RULES,
+    Kept,
+    Reading,
+    bounded,
+    held,
+    read,
+    seen_at_every_step,
+    with_every,
+)
 from tests.integrations.hybrids.models import apart, generate
 from tests.integrations.hybrids.models import tokens as random_ids
 from tests.integrations.model.builds.catalogue import built

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import H2O, RKV, KeyDiff, SnapKV, StreamingLLM
-from tests.integrations.decoding.reading import Kept, held, read, seen_at_every_step
-from tests.integrations.decoding.rules import bounded
+from tests.integrations.decoding.support import Kept, bounded, held, read, seen_at_every_step
 from tests.integrations.hybrids.models import apart, generate, hybrid
 from tests.integrations.hybrids.models import tokens as random_ids
 from tests.integrations.model.builds.catalogue import builds

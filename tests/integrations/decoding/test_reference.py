@@ -5,8 +5,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
-from tests.integrations.decoding.reading import read
-from tests.integrations.decoding.rules import EVERY, KEEPING_ALL, RULES, with_every
+from tests.integrations.decoding.support import EVERY, KEEPING_ALL, RULES, read, with_every
 from tests.reference import (
     FAMILIES,
     VOCAB_SIZE,

@@ -23,7 +23,7 @@ from kvpolicy.policies import (
     SnapKV,
     StreamingLLM,
 )
-from tests.integrations.decoding.rules import bounded
+from tests.integrations.decoding.support import bounded
 from tests.integrations.lm_eval.support import char_tokenizer
 from tests.integrations.support.alone import BesideAlone
 from tests.integrations.support.reading import read

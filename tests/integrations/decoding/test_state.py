@@ -21,8 +21,7 @@ from kvpolicy.policies import (
     StreamingLLM,
     WindowMaxPoolScorer,
 )
-from tests.integrations.decoding.reading import read
-from tests.integrations.decoding.rules import bounded
+from tests.integrations.decoding.support import bounded, read
 from tests.reference import VOCAB_SIZE, random_tokens, tiny_model
 
 ROWS = [random_tokens(seed=1, length=40), random_tokens(seed=2, length=31)]

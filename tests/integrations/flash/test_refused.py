@@ -30,7 +30,7 @@ from kvpolicy.policies import (
     SnapKV,
     WindowMaxPoolScorer,
 )
-from tests.integrations.decoding.rules import bounded
+from tests.integrations.decoding.support import bounded
 from tests.integrations.flash.stand_in import CALLS, under_flash
 from tests.integrations.flash.support import assert_close, forward, model_of
 from tests.reference import random_tokens

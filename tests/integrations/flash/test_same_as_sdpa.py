@@ -28,7 +28,7 @@ from kvpolicy.policies import (
     StreamingLLM,
 )
 from kvpolicy.registry import registered
-from tests.integrations.decoding.rules import bounded
+from tests.integrations.decoding.support import bounded
 from tests.integrations.flash.support import assert_as_sdpa
 from tests.integrations.support.conversation import METHODS, Lengths
 from tests.integrations.support.versions import OLD

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FullContext
-from tests.integrations.decoding.reading import Kept, held
+from tests.integrations.decoding.support import Kept, held
 from tests.integrations.fuzz.side_by_side import SideBySide
 from tests.integrations.model.builds.dense import COUNTED, Seen, dense_logits, seen_of
 from tests.integrations.support.comparison import Columns
