@@ -8,8 +8,6 @@ every method, and ``chunks.png``: how memory grows.
                                 [--chunks 2048] [--methods NAME,...]
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator

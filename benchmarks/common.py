@@ -1,7 +1,5 @@
 """Code that the benchmarks share: random models, prompts, speed-up limits, and result files."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -15,8 +15,6 @@ tokens. So it is disabled unless ``--cudnn`` is given.
     python benchmarks/gpu.py [--minutes 25] [--contexts 2048,8192,32768,131072] [--out DIR]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

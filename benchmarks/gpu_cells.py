@@ -1,7 +1,5 @@
 """Measure the cells of the GPU benchmark: one method at one length, in a loop or in `generate`."""
 
-from __future__ import annotations
-
 import gc
 import math
 import time

@@ -4,8 +4,6 @@ A script makes one `Benchmark` of its options, its tables and a function that me
 is a short one. ``--quick`` is a tiny run of any of them, and ``--show FILE`` only shows a result.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence

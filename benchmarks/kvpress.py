@@ -16,8 +16,6 @@ other environment, and runs this:
         [--tokens 2000] [--rates 0.1 0.2] [--methods snapkv kvzip] [--out benchmarks/results]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

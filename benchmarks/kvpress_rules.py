@@ -3,8 +3,6 @@
 Each docstring names the press. They work for one prompt without padding in one turn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import attrs

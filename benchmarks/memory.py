@@ -7,8 +7,6 @@ does. It is reset before the prompt if the kernel allows it. On other systems th
     python benchmarks/memory.py SPECIFICATION   # in JSON, see `try_peak`; prints JSON
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

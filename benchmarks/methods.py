@@ -7,8 +7,6 @@ affects all of them. Writes ``methods.json`` after every length, and a picture.
     python benchmarks/methods.py [--contexts 2048,8192,32768] [--rounds N] [--threads 2] [--out DIR]
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Source: Liu et al., "Lost in the Middle", arXiv:2307.03172 (MIT), whose file
 ``nq-open-oracle.jsonl.gz`` is named by the variable ``NATURAL_QUESTIONS``.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

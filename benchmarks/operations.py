@@ -13,8 +13,6 @@ FastKV (arXiv 2502.01068), whose 8B model this allows 1.70, 1.76 and 1.84 at 8, 
 prints what FastKV is allowed at each length. The model's layers must see the whole prompt.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

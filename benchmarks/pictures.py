@@ -1,7 +1,5 @@
 """Draw pictures of the benchmarks' results from their JSON files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -12,8 +12,6 @@ docs/results.md quotes.
     python -m benchmarks.real --policies replaykv --keep  # again for one method
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

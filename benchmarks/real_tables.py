@@ -4,8 +4,6 @@ A page has a comment such as ``<!-- real: answers smollm2 needles 1000 -->`` and
 ``<!-- end -->``; what is between them is written by ``python -m benchmarks.real_tables``.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -8,8 +8,6 @@ Exported documents were read before by Transformers, under SnapKV. The model has
 nothing is downloaded. It runs in the environment of `make vllm-tests`, or with a vLLM for GPUs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

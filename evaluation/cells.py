@@ -1,7 +1,5 @@
 """Sum up outcomes of policies: rates with intervals, and paired differences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 

@@ -1,7 +1,5 @@
 """Build the policies and compositions that a command line asks for."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

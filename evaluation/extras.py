@@ -1,7 +1,5 @@
 """Check optional packages, and say which extra installs a missing one."""
 
-from __future__ import annotations
-
 import importlib.util
 
 

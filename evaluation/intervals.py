@@ -1,7 +1,5 @@
 """Compute confidence intervals of fractions, of medians and of paired differences."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Distinguish Hub names of models from folders, without a network."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The type of progress callbacks: functions that receive a progress message."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 # Called with the stage's name, the steps done and the steps in all.

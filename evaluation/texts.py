@@ -4,8 +4,6 @@ These need no download. Both differ between versions of Python, so results that 
 one version, which `kvpolicy.evaluation.results.environment` records.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import sysconfig

@@ -1,7 +1,5 @@
 """Computes the attention that scorers share, in float32."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Checks arguments; error messages name the argument, the rule, and the value given."""
 
-from __future__ import annotations
-
 import numbers
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`Decision`: what a policy chose at one layer."""
 
-from __future__ import annotations
-
 import attrs
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Decides whether a property that a part's class declares still holds in a subclass."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

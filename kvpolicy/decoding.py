@@ -1,7 +1,5 @@
 """Bounds what a layer keeps while a long answer is decoded."""
 
-from __future__ import annotations
-
 import attrs
 from torch import Tensor
 

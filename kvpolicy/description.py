@@ -1,7 +1,5 @@
 """Turns a policy into JSON data and back, so that a saved cache can name its policy."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks which parts fit a policy with ``gapless=True``, which renumbers kept tokens."""
 
-from __future__ import annotations
-
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector, PropagationPolicy
 from kvpolicy.repetition import Repetition

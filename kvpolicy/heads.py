@@ -1,7 +1,5 @@
 """Says whether a layer's heads are all in this process or split over several."""
 
-from __future__ import annotations
-
 import abc
 
 import attrs

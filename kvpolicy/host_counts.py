@@ -5,8 +5,6 @@ earlier work, and cannot queue more work meanwhile. The number of tokens that a 
 number that a budget leaves, are mostly known to the processor without such a read.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """`TokenKind`: text, image, video or sound."""
 
-from __future__ import annotations
-
 import enum
 
 

@@ -1,7 +1,5 @@
 """The groups of a `LayerContext`: how the layer attends, what it gives to parts, and decoding."""
 
-from __future__ import annotations
-
 import attrs
 from torch import Tensor
 

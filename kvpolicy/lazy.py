@@ -4,8 +4,6 @@ Importing torch takes a second, Transformers several: a package that imports nei
 its names is used lets the `kvpolicy` command print its help at once.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module

@@ -4,8 +4,6 @@ Importing torch takes a second. The names are in the entry points of the install
 a command line with an unknown name is refused at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from difflib import SequenceMatcher, get_close_matches
 from importlib.metadata import EntryPoint, entry_points

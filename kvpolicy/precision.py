@@ -1,7 +1,5 @@
 """Compute scores in full precision, also inside of a user's autocast."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

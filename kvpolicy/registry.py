@@ -12,8 +12,6 @@ here. An entry that cannot be loaded, or that builds something else, is left out
 so that a broken package does not take away the other entries.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import warnings

@@ -1,7 +1,5 @@
 """Applies and undoes a layer's rotary embedding."""
 
-from __future__ import annotations
-
 import abc
 
 import attrs

@@ -1,7 +1,5 @@
 """Turns saliency into the indices of kept tokens, under a budget."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ all of them are hard to read. Only rates are always shown: how much is kept is w
 first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

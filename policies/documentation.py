@@ -1,7 +1,5 @@
 """Adds the arguments and errors that all parts share to their docstrings."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from typing import TypeVar

@@ -13,8 +13,6 @@ docs/reproduce.md is run by test_reproduce.py, what torchrun starts by test_proc
 `pip` and the scripts of benchmarks/, which are about hours of work, are not run.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

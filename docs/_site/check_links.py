@@ -4,8 +4,6 @@
 Other addresses on the internet are not asked for.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from functools import cache

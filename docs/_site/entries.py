@@ -7,8 +7,6 @@ A page holds a comment where what is made goes:
 - ``<!-- commands -->``: every command of ``kvpolicy`` with its options, from its parser.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

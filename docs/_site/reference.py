@@ -1,7 +1,5 @@
 """Fill pages when the site is built, and link the public names in docstrings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from docutils import nodes

@@ -1,7 +1,5 @@
 """Addresses on GitHub of files of this repository."""
 
-from __future__ import annotations
-
 import tomllib
 from functools import cache
 from pathlib import Path

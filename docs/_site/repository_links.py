@@ -4,8 +4,6 @@ Pages link such files relative to themselves, as on GitHub: ``../benchmarks/resu
 A link to a file that does not exist is left as it is, and MyST warns of it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

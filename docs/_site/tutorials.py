@@ -4,8 +4,6 @@
 draw nothing else, so that no notebook server is needed, and a test can compare what they print.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Run `kvpolicy analyze`: where attention goes, and what dropping tokens costs by layer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Define the `kvpolicy` command with typer; a new command is one line in `COMMANDS`."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Sequence

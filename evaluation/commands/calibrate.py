@@ -1,7 +1,5 @@
 """Run `kvpolicy calibrate`: choose the layer after which FastKV may drop tokens."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from kvpolicy.assignments import parse_assignments

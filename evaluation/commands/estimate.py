@@ -1,7 +1,5 @@
 """Run `kvpolicy estimate`: what policies cost on a prompt, before anything is run."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from kvpolicy.evaluation.commands.shared import Json, option, with_policies

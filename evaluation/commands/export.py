@@ -1,7 +1,5 @@
 """Run `kvpolicy export`: read a document under a policy, and write it for vLLM."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

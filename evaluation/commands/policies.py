@@ -1,7 +1,5 @@
 """Run `kvpolicy policies`: list every registered method and part."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Callable

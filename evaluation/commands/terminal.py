@@ -1,7 +1,5 @@
 """Share terminal code among the commands: consoles, progress, and loading a model."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

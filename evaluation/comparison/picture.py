@@ -1,7 +1,5 @@
 """Draw a comparison: what each policy keeps of full context's answers, and what it costs."""
 
-from __future__ import annotations
-
 from kvpolicy.evaluation.comparison.study import Comparison, Row
 from kvpolicy.evaluation.comparison.table import grouped, name_of
 from kvpolicy.evaluation.pictures import new_figure, png

@@ -1,7 +1,5 @@
 """Write a comparison as a table for an 80-column terminal, and say in words what is clear."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.table import Table

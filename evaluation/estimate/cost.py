@@ -1,7 +1,5 @@
 """Estimate a policy's cost without a run: prefill compute, and the bytes that a cache holds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

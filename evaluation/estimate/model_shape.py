@@ -1,7 +1,5 @@
 """Define the sizes of a model that decide what it holds."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.checks import check_count

@@ -1,7 +1,5 @@
 """List published models by name, with sizes from their configurations on the Hub."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import attrs

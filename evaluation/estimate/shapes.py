@@ -1,7 +1,5 @@
 """Load the shapes of models: published ones by name, others from a configuration."""
 
-from __future__ import annotations
-
 import functools
 import json
 import textwrap

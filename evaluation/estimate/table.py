@@ -1,7 +1,5 @@
 """Write estimates as a table for an 80-column terminal, with what it does not show in words."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ family says in its own words; so the model is built where tensors have a shape a
 Transformers' own cache shows what it holds.
 """
 
-from __future__ import annotations
-
 import copy
 import textwrap
 from collections.abc import Iterator

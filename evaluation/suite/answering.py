@@ -1,7 +1,5 @@
 """Ask what a folder lacks, cell by cell, and score answers as lm-evaluation-harness does."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real

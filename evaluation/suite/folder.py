@@ -4,8 +4,6 @@ A cell is a task at one length under one policy. Its file is replaced as a whole
 is answered, so that a kill loses what was being asked and no more.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Sum up a folder of answers as one table (terminal, Markdown, CSV) and one picture."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Mapping, Sequence

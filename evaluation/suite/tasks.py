@@ -1,7 +1,5 @@
 """Find tasks of lm-evaluation-harness by name, and make their prompts for each length."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import hashlib

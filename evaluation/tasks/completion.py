@@ -4,8 +4,6 @@ Source: Guo et al., "LongCoder", arXiv:2306.14893, whose data LongBench uses. Th
 the Python that runs, and every line to complete names something that only earlier lines name.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """Measure how probable a document's own continuation is to a model that has read its beginning."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 from random import Random

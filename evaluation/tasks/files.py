@@ -1,7 +1,5 @@
 """Read questions with their documents and answers from a file of JSON lines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, ClassVar

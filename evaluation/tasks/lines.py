@@ -4,8 +4,6 @@ Source: Li et al., "How Long Can Open-Source LLMs Truly Promise on Context Lengt
 authors of LongChat.
 """
 
-from __future__ import annotations
-
 from random import Random
 from typing import ClassVar
 

@@ -5,8 +5,6 @@ arXiv:2404.06654. The words differ, the haystack is Python's documentation, and 
 seven digits there are words: an answer of one token and one of many lose different things.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import islice

@@ -3,8 +3,6 @@
 Source: Liu et al., "Lost in the Middle", arXiv:2307.03172.
 """
 
-from __future__ import annotations
-
 import json
 from random import Random
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Define a question about a document, and say how an answer to it is scored."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher

@@ -1,7 +1,5 @@
 """Define tasks: questions of one sort, made for any tokenizer and any length of prompt."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from random import Random

@@ -1,7 +1,5 @@
 """Build the policy that the harness's model arguments name, and check the other arguments."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

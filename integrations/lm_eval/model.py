@@ -1,7 +1,5 @@
 """Define `PolicyLM`, a Hugging Face model of lm-evaluation-harness that applies a policy."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Find the character of a task's prompt at which its document ends and its question begins."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable, Mapping
 from typing import Any

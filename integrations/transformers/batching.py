@@ -3,8 +3,6 @@
 Otherwise Transformers would ignore the policy without a word.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable

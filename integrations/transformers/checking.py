@@ -1,7 +1,5 @@
 """Find out which policies a model can be used with, before it reads anything."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import attrs

@@ -1,7 +1,5 @@
 """Read a document once under a policy, then answer questions about it."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Check that a cache and its policy fit a model, and prepare the cache's layers for the model."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

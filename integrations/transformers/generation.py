@@ -1,7 +1,5 @@
 """Wrap `model.generate`, so that a policy cache is attached to the model while it runs."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading

@@ -1,7 +1,5 @@
 """Make caches the rows of one cache, so that their answers are decoded together."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ change here. Each has the versions for which it is true; without any, it is true
 Fields of models' own configurations are not among them.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Read a prompt once for many policies, each of which fills a cache of its own."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -9,8 +9,6 @@ It is named in vLLM's own configuration, without a fork or a patch::
 vLLM builds it once in the scheduler and once in each worker.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

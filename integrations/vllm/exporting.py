@@ -7,8 +7,6 @@ differences of positions: every key is rotated by the same ``m - r``, and attent
 gaps included.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Find documents by name in one folder, and notice when their files change."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A thread reads and checks a document's file. Then the entries are copied into a 
 on a GPU from pinned memory and on a stream of its own. A step of the model waits for neither.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections import OrderedDict

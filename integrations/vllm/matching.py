@@ -1,7 +1,5 @@
 """Tell if a document was read by the model that is served, from its configuration and weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

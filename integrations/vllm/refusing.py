@@ -5,8 +5,6 @@ a text under the document's salt, every later request for the document would get
 without a word. So a request that has anything to do with a document is served from it or refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

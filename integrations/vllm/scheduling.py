@@ -3,8 +3,6 @@
 It knows vLLM's requests only by the attributes it reads, so that it is tested without vLLM.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

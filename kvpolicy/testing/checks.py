@@ -1,7 +1,5 @@
 """Runs the property tests of a scorer, a selector or a propagation policy."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 Part of `kvpolicy.testing`.
 """
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

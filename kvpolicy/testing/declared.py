@@ -4,8 +4,6 @@ Part of `kvpolicy.testing`. A value of a wrong type may pass through a small tes
 inside a model, far from the line that returned it. All functions raise AssertionError.
 """
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Checks a part's results against the properties it declares."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

@@ -4,8 +4,6 @@ Part of `kvpolicy.testing`. Every KV head gets a thread, with the slots that a p
 would hold.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

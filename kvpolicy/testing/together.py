@@ -3,8 +3,6 @@
 Part of `kvpolicy.testing`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import attrs

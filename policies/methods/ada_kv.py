@@ -1,7 +1,5 @@
 """Ada-KV (arXiv 2407.11550)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.interfaces import KVSelector

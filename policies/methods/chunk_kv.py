@@ -1,7 +1,5 @@
 """ChunkKV (arXiv 2502.00299)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.interfaces import Scorer

@@ -1,7 +1,5 @@
 """CLAA (arXiv 2602.16054)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.budgets import DefaultRate

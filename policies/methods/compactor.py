@@ -1,7 +1,5 @@
 """Compactor (arXiv 2507.08143)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.checks import check_amount, check_count, check_rate

@@ -1,7 +1,5 @@
 """CriticalKV (arXiv 2502.03805)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.interfaces import KVSelector

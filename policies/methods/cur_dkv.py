@@ -1,7 +1,5 @@
 """CurDKV (arXiv 2509.15038)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.interfaces import Scorer

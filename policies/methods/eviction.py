@@ -1,7 +1,5 @@
 """Bases of methods that read the whole prompt and keep the tokens that one scorer ranks highest."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Expected Attention (arXiv 2510.00636)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.checks import check_count

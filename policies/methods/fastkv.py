@@ -1,7 +1,5 @@
 """FastKV (arXiv 2502.01068)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.budgets import DefaultRate

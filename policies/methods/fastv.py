@@ -1,7 +1,5 @@
 """FastV (arXiv 2403.06764)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.policies.documentation import documented

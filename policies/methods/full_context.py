@@ -1,7 +1,5 @@
 """Keeps everything: the baseline of every comparison."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.policies.documentation import documented

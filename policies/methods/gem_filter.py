@@ -1,7 +1,5 @@
 """GemFilter (arXiv 2409.17422)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.budgets import DefaultRate

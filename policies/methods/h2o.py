@@ -1,7 +1,5 @@
 """H2O (arXiv 2306.14048)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.interfaces import Scorer

@@ -1,7 +1,5 @@
 """KeyDiff (arXiv 2504.15364)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.interfaces import Scorer

@@ -1,7 +1,5 @@
 """KeyNorm: keeps keys of small norm (arXiv 2406.11430)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.interfaces import Scorer

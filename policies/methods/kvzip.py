@@ -1,7 +1,5 @@
 """KVzip (arXiv 2505.23416)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import attrs

@@ -1,7 +1,5 @@
 """LagKV (arXiv 2504.04704)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.interfaces import Scorer

@@ -1,7 +1,5 @@
 """LazyLLM's prefill (arXiv 2407.14057)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.checks import check_rate

@@ -1,7 +1,5 @@
 """The base class of all named methods, which build their parts from their arguments."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import ClassVar
 

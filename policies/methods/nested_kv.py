@@ -1,7 +1,5 @@
 """NestedKV (arXiv 2605.26678)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.checks import check_count

@@ -1,7 +1,5 @@
 """PromptDistill (arXiv 2503.23274)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.budgets import DefaultRate

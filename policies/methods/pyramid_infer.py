@@ -1,7 +1,5 @@
 """PyramidInfer (arXiv 2405.12532)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.checks import check_count

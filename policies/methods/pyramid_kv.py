@@ -1,7 +1,5 @@
 """PyramidKV (arXiv 2406.02069)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.interfaces import KVSelector

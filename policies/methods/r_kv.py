@@ -1,7 +1,5 @@
 """R-KV (arXiv 2505.24133)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.interfaces import Scorer

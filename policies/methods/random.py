@@ -1,7 +1,5 @@
 """Keeps tokens at random: the control of every comparison."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.interfaces import Scorer

@@ -1,7 +1,5 @@
 """ReplayKV: KVzip's choice without a second reading of the prompt."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.budgets import DefaultRate

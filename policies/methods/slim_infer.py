@@ -1,7 +1,5 @@
 """SlimInfer's prefill (arXiv 2508.06447)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.budgets import Budget, DefaultRate

@@ -1,7 +1,5 @@
 """SnapKV (arXiv 2404.14469)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.policies.documentation import documented

@@ -1,7 +1,5 @@
 """SpireKV: FastKV with the parts that this project's study found best."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.budgets import DefaultRate

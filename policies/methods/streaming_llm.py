@@ -1,7 +1,5 @@
 """StreamingLLM (arXiv 2309.17453)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.budgets import DefaultRate

@@ -1,7 +1,5 @@
 """TOVA (arXiv 2401.06104)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.interfaces import Scorer

@@ -1,7 +1,5 @@
 """UniPrefill (arXiv 2605.06221)."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvpolicy.checks import check_count

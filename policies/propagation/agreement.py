@@ -1,7 +1,5 @@
 """Drops tokens once, after the first layer whose ranking agrees with the previous layer's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import attrs

@@ -1,7 +1,5 @@
 """Passes on the blocks of tokens that together hold a given share of the saliency."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import attrs

@@ -1,7 +1,5 @@
 """Drops tokens after one layer, by the saliency of several layers."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import attrs

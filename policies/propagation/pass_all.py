@@ -1,7 +1,5 @@
 """Passes every token on: the baseline."""
 
-from __future__ import annotations
-
 import attrs
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Drops some of the older tokens after every layer."""
 
-from __future__ import annotations
-
 import math
 
 import attrs

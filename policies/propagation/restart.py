@@ -1,7 +1,5 @@
 """Runs the prefill again on the tokens that one layer chooses."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

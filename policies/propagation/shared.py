@@ -1,7 +1,5 @@
 """What propagation policies share: how they name layers, and how tokens fill a budget."""
 
-from __future__ import annotations
-
 import attrs
 from torch import Tensor
 

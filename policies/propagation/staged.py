@@ -1,7 +1,5 @@
 """Drops tokens after several layers of one prefill, by one policy for each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import attrs

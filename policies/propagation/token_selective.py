@@ -1,7 +1,5 @@
 """Drops tokens after one layer."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Drops the less salient image tokens after one layer."""
 
-from __future__ import annotations
-
 import attrs
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Scores tokens by the attention they receive from all queries together."""
 
-from __future__ import annotations
-
 import attrs
 from torch import Tensor
 

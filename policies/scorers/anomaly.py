@@ -1,7 +1,5 @@
 """Scores tokens by how little their keys resemble three means: far, near and nearest keys'."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

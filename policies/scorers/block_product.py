@@ -1,7 +1,5 @@
 """Scores blocks of tokens by raw products of the last queries with the blocks' keys."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

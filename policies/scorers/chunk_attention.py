@@ -1,7 +1,5 @@
 """Scores tokens by the attention of nearby tokens, both earlier and later ones."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

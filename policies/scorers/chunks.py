@@ -1,7 +1,5 @@
 """Gives neighbouring tokens one saliency, so that they are kept or evicted together."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

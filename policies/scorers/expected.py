@@ -1,7 +1,5 @@
 """Scores tokens by the attention that future queries are expected to give them."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Scores tokens by their keys alone, without queries."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

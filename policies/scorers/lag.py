@@ -1,7 +1,5 @@
 """Scores tokens by comparing their keys and values with later tokens', without queries."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

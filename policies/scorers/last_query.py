@@ -1,7 +1,5 @@
 """Scores tokens by the last query's attention."""
 
-from __future__ import annotations
-
 import attrs
 from torch import Tensor
 

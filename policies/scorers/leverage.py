@@ -1,7 +1,5 @@
 """Scores tokens by the size of their keys and values among their neighbours, without queries."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

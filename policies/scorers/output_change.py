@@ -1,7 +1,5 @@
 """Scores tokens by how much the attention output changes if one is evicted."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Scores tokens by the largest attention that any query gives them."""
 
-from __future__ import annotations
-
 import attrs
 from torch import Tensor
 

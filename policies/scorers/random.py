@@ -1,7 +1,5 @@
 """Scores tokens at random: the control in comparisons."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Scores tokens by the last tokens' attention, minus their similarity to other keys."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Scores tokens by the attention that the prompt's queries would give right after the prompt."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Scores tokens by the leverage of their keys: how far each lies outside the others' span."""
 
-from __future__ import annotations
-
 import math
 
 import attrs

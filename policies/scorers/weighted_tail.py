@@ -1,7 +1,5 @@
 """Scores tokens by the attention of the prompt's last part, later queries weighing more."""
 
-from __future__ import annotations
-
 import math
 
 import attrs

@@ -1,7 +1,5 @@
 """Scores tokens by the attention of the observation window, the last tokens of the prompt."""
 
-from __future__ import annotations
-
 import abc
 
 import attrs

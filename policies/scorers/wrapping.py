@@ -1,7 +1,5 @@
 """Base of scorers that change another scorer's saliency."""
 
-from __future__ import annotations
-
 import abc
 
 import attrs

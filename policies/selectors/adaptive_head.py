@@ -1,7 +1,5 @@
 """Splits a layer's budget unequally over its KV heads."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

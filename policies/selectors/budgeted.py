@@ -1,7 +1,5 @@
 """The base of selectors with a budget, of which some tokens are always kept."""
 
-from __future__ import annotations
-
 import functools
 
 import attrs

@@ -1,7 +1,5 @@
 """Keeps half of a budget by attention, and half also by each value's effect on the output."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

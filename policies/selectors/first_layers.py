@@ -1,7 +1,5 @@
 """Keeps all tokens in the first layers."""
 
-from __future__ import annotations
-
 import attrs
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Keeps the first tokens of a context beyond the budget."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import attrs

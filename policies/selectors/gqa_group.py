@@ -1,7 +1,5 @@
 """Keeps the tokens of highest saliency for each KV head."""
 
-from __future__ import annotations
-
 import attrs
 from torch import Tensor
 

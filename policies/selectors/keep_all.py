@@ -1,7 +1,5 @@
 """Keeps every token: the baseline."""
 
-from __future__ import annotations
-
 import attrs
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Keeps more tokens in early layers than in late ones."""
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

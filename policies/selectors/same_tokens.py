@@ -1,7 +1,5 @@
 """Keeps the same tokens in all heads of all layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import attrs

@@ -1,7 +1,5 @@
 """Keeps the first and the most recent tokens."""
 
-from __future__ import annotations
-
 import functools
 
 import attrs

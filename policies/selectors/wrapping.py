@@ -1,7 +1,5 @@
 """Base of selectors that change another selector's choice."""
 
-from __future__ import annotations
-
 import attrs
 from torch import Tensor
 

@@ -5,8 +5,6 @@ forward crosses as many times from file to file. `python -m tests.tools.crossing
 counts, and with the name of a situation the calls behind it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Write a conversation's text and settings into the file of its cache, and read them."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Turn a conversation into text by its chat template, and encode the new part."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Read and check a forward's arguments before it runs, by what the cache has read so far."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prepare the arguments of each layer in a pass, and compute its attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import attrs

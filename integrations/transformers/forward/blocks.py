@@ -5,8 +5,6 @@ size of the layer's keys and values. With blocks, no mask is larger than one blo
 is multiplied with keys after its block or, if there is a window, before the window.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

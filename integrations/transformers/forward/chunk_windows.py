@@ -6,8 +6,6 @@ chooses in it, has lost nothing before. Other layers hold the whole prompt until
 token attends to all of it.
 """
 
-from __future__ import annotations
-
 import attrs
 import torch
 from torch import Tensor

@@ -7,8 +7,6 @@ are rotated back by as many places as were left out before them, and appended to
 saved, copied or reordered. All heads of all layers must keep equal numbers of a row's tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import attrs

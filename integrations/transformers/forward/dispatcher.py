@@ -1,7 +1,5 @@
 """Handle a model's forwards for a cache: turns, prompts in chunks, and undoing failures."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping

@@ -5,8 +5,6 @@ each row's padding comes before its tokens, whose order stays. `in_input_order` 
 output back into the order of the input.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import attrs

@@ -5,8 +5,6 @@ layer begins. The decoder is asked once for each piece what it gives its layers 
 Only the hidden states come from the stage before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

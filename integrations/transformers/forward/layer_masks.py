@@ -4,8 +4,6 @@ The model's own mask is right until layers hold or have dropped tokens. After th
 mask of its own length, made from positions. A decoded token without padding needs no mask.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

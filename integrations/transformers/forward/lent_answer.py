@@ -9,8 +9,6 @@ Which tokens were read is worked out when somebody asks, or at the end, from the
 that the layers have written. `generate` reports their ids to `note_ids`.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from contextlib import ExitStack

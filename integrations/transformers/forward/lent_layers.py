@@ -1,7 +1,5 @@
 """Hold the keys and values of an answer in layers of Transformers, in place of the cache's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import attrs

@@ -1,7 +1,5 @@
 """Put a decoder's output into the order of the input's columns: states and attention weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

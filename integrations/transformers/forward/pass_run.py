@@ -4,8 +4,6 @@ The functions around a model's layers and the attention functions call a `PassRu
 way.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Generator
 from typing import Any

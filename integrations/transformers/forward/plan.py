@@ -1,7 +1,5 @@
 """List the passes that a forward is made of, situation by situation; see docs/architecture.md."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Keep track of which tokens of a pass reach the current layer."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -7,8 +7,6 @@ chunk as a prompt of its own, whose keys are those of the first tokens, of the c
 repeated tokens, so that any scorer of queries can be used. A row without this chunk is padding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ is nothing to choose. A layer behind a drop has fewer tokens, and so gets a smal
 budget, which is the sum of what every head would keep by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import attrs

@@ -8,8 +8,6 @@ ended, each layer of a later stage reads what reaches it piece by piece, before 
 begins; see `LaterLayers`. A restart has two stages, and the second one begins with the embeddings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import attrs

@@ -4,8 +4,6 @@ The last chunk is read up to the first drop. Then the layers behind it read what
 chunks; see `LaterLayers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 
 import attrs

@@ -6,8 +6,6 @@ So the model itself makes the mask of a few tokens, whose types follow each othe
 as in the prompt.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Mapping
 from itertools import groupby

@@ -6,8 +6,6 @@ a layer attends several times (LongCat Flash), each of its attention modules cou
 can evict tokens, but drops none, since no token can leave between two of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

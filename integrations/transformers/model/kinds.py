@@ -4,8 +4,6 @@ A model is taken apart into layers of known kinds; no other code asks for the fa
 new kind is a class here, and a case in `_kind`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Try a layer on a few tokens, to find its rotary embedding and its output projection."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NoReturn

@@ -5,8 +5,6 @@ the last time, so that nothing is remembered. Torch's own `named_modules` calls 
 each level of the tree and each module in it; here it is one loop.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

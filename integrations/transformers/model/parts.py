@@ -1,7 +1,5 @@
 """Take a model apart into its layers, their attention modules and their windows."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Mapping

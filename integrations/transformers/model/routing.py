@@ -11,8 +11,6 @@ variable holds. A module with latent attention computes other keys from that ten
 token; its call is recognised by the module.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading

@@ -12,8 +12,6 @@ but a local window in columns (GPT-Neo) is allowed: columns are never further ap
 so that the mask, which is made from positions, hides at least as much.
 """
 
-from __future__ import annotations
-
 import inspect
 import types
 import typing

@@ -1,7 +1,5 @@
 """Record the facts of one layer of a model, and what a cache holds for it."""
 
-from __future__ import annotations
-
 import attrs
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Record what the layers of a cache hold, restore it later, and tell which stand alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

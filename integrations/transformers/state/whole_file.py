@@ -1,7 +1,5 @@
 """Write a safetensors file completely or not at all, and tell if a tensor in it was changed."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import stat

@@ -3,8 +3,6 @@
 Skipped where torch sees no GPU. In float32 with exact matrix products, both must choose the same.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Tokens are dropped where two layers agree: on paper, against slow loops, and in a model."""
 
-from __future__ import annotations
-
 import attrs
 import pytest
 import torch

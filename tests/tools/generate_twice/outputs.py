@@ -1,7 +1,5 @@
 """What differs between the outputs of two calls of `generate`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

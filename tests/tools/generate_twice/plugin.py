@@ -1,7 +1,5 @@
 """The pytest plugin: ``pytest -p generate_twice.plugin --generate-twice-out FILE``."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What became of each call of `generate`, and the account of it at the end."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

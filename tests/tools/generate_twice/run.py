@@ -3,8 +3,6 @@
 Run ``make transformers-tests TRANSFORMERS=/path/to/checkout``; see CONTRIBUTING.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """`GenerationMixin.generate`, wrapped so that a call is made again with each policy's cache."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

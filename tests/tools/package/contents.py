@@ -3,8 +3,6 @@
 python tests/tools/package/contents.py dist
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tarfile

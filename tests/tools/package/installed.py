@@ -6,8 +6,6 @@
 -I keeps the checkout, whose folders have the packages' names, off the path.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess
