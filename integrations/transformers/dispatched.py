@@ -1,5 +1,7 @@
 """Define the methods that Transformers calls on a cache; the cache's dispatcher does the work."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
