@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
 
 from kvpolicy import CachePolicy, Decision, LayerContext
-from kvpolicy.deferred_selection import DeferredLayer
+from kvpolicy.decision import DeferredLayer
 from kvpolicy.integrations.transformers import PolicyCache
 
 T = TypeVar("T")

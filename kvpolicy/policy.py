@@ -13,10 +13,9 @@ from torch import Tensor
 
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
-from kvpolicy.decision import Decision
+from kvpolicy.decision import Decision, DeferredLayer, check_later, kept_of_all
 from kvpolicy.declarations import is_tested
 from kvpolicy.decoding import DecodingEviction, check_tail
-from kvpolicy.deferred_selection import DeferredLayer, check_later, kept_of_all
 from kvpolicy.gapless import check_gapless
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 from kvpolicy.part_calls import DeferredChecks, kept_by, passed_on_by, saliency_of, updated

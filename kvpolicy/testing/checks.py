@@ -9,8 +9,11 @@ from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.testing.contract import (
     check_choice,
+    check_kept,
+    check_kept_counts,
     check_layers,
     check_protected,
+    check_scored,
     decides_alone,
     says_how_it_ranks,
     snapshot,
@@ -24,7 +27,6 @@ from kvpolicy.testing.declared import (
     require,
 )
 from kvpolicy.testing.draws import Draws, run_examples
-from kvpolicy.testing.results import check_kept, check_kept_counts, check_scored
 from kvpolicy.testing.shares import (
     check_kept_in_shares,
     check_passed_in_shares,

@@ -19,7 +19,7 @@ from kvpolicy.policies import (
     WindowMaxPoolScorer,
 )
 from kvpolicy.testing import check_propagation, check_scorer, check_selector
-from kvpolicy.testing.results import check_kept
+from kvpolicy.testing.contract import check_kept
 from tests.core.odd import odd, with_method, with_property
 from tests.policies.scorers.support import layer_of
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
+from kvpolicy.decision import DeferredLayer
 from kvpolicy.declarations import declares
-from kvpolicy.deferred_selection import DeferredLayer
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.chunks import AtEnd, Chunks
 from kvpolicy.integrations.transformers.forward.closing_gaps import closed_up, without_gaps

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
-from kvpolicy.deferred_selection import DeferredLayer, kept_of_all
+from kvpolicy.decision import DeferredLayer, kept_of_all
 from kvpolicy.part_calls import DeferredChecks
 from kvpolicy.policies import (
     GlobalThresholdSelector,
