@@ -11,19 +11,24 @@ from typing import TYPE_CHECKING
 from kvpolicy.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvpolicy.budgets import Budget
-    from kvpolicy.context import LayerContext
-    from kvpolicy.decision import Decision
-    from kvpolicy.decoding import DecodingEviction
-    from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
-    from kvpolicy.kinds import TokenKind
-    from kvpolicy.layer_inputs import AttentionSettings, DecodingInputs, LayerInputs
-    from kvpolicy.policy import CachePolicy
-    from kvpolicy.registry import build, registered
-    from kvpolicy.repetition import Repetition
-    from kvpolicy.rotary import RotaryEmbedding
+    from kvpolicy.budgets import Budget as Budget
+    from kvpolicy.context import LayerContext as LayerContext
+    from kvpolicy.decision import Decision as Decision
+    from kvpolicy.decoding import DecodingEviction as DecodingEviction
+    from kvpolicy.interfaces import KVSelector as KVSelector
+    from kvpolicy.interfaces import PropagationPolicy as PropagationPolicy
+    from kvpolicy.interfaces import Scorer as Scorer
+    from kvpolicy.kinds import TokenKind as TokenKind
+    from kvpolicy.layer_inputs import AttentionSettings as AttentionSettings
+    from kvpolicy.layer_inputs import DecodingInputs as DecodingInputs
+    from kvpolicy.layer_inputs import LayerInputs as LayerInputs
+    from kvpolicy.policy import CachePolicy as CachePolicy
+    from kvpolicy.registry import build as build
+    from kvpolicy.registry import registered as registered
+    from kvpolicy.repetition import Repetition as Repetition
+    from kvpolicy.rotary import RotaryEmbedding as RotaryEmbedding
 else:
-    __getattr__, __dir__ = lazy_names(
+    __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
             "kvpolicy.budgets": ("Budget",),
@@ -41,22 +46,3 @@ else:
     )
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AttentionSettings",
-    "Budget",
-    "CachePolicy",
-    "Decision",
-    "DecodingEviction",
-    "DecodingInputs",
-    "KVSelector",
-    "LayerContext",
-    "LayerInputs",
-    "PropagationPolicy",
-    "Repetition",
-    "RotaryEmbedding",
-    "Scorer",
-    "TokenKind",
-    "build",
-    "registered",
-]

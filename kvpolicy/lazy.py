@@ -12,8 +12,8 @@ from typing import Any
 
 def lazy_names(
     package: str, modules: Mapping[str, Iterable[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make the functions ``__getattr__`` and ``__dir__`` of a package with lazy public names.
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package with lazy public names.
 
     The public names are given by the module that defines them. These modules of the package are
     attributes of it as well, as if it had imported them.
@@ -33,4 +33,4 @@ def lazy_names(
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *defined})
 
-    return get, names
+    return get, names, sorted(defined)

@@ -1,152 +1,80 @@
 """Concrete scorers, selectors and propagation policies, and the named methods made of them."""
 
-from kvpolicy.policies.methods.ada_kv import AdaKV
-from kvpolicy.policies.methods.chunk_kv import ChunkKV
-from kvpolicy.policies.methods.claa import CLAA
-from kvpolicy.policies.methods.compactor import Compactor
-from kvpolicy.policies.methods.critical_kv import CriticalKV
-from kvpolicy.policies.methods.cur_dkv import CurDKV
-from kvpolicy.policies.methods.expected_attention import ExpectedAttention
-from kvpolicy.policies.methods.fastkv import FastKV
-from kvpolicy.policies.methods.fastv import FastV
-from kvpolicy.policies.methods.full_context import FullContext
-from kvpolicy.policies.methods.gem_filter import GemFilter
-from kvpolicy.policies.methods.h2o import H2O
-from kvpolicy.policies.methods.key_diff import KeyDiff
-from kvpolicy.policies.methods.key_norm import KeyNorm
-from kvpolicy.policies.methods.kvzip import KVzip
-from kvpolicy.policies.methods.lag_kv import LagKV
-from kvpolicy.policies.methods.lazy_llm import LazyLLM
-from kvpolicy.policies.methods.nested_kv import NestedKV
-from kvpolicy.policies.methods.prompt_distill import PromptDistill
-from kvpolicy.policies.methods.pyramid_infer import PyramidInfer
-from kvpolicy.policies.methods.pyramid_kv import PyramidKV
-from kvpolicy.policies.methods.r_kv import RKV
-from kvpolicy.policies.methods.random import Random
-from kvpolicy.policies.methods.replay_kv import ReplayKV
-from kvpolicy.policies.methods.slim_infer import SlimInfer
-from kvpolicy.policies.methods.snapkv import SnapKV
-from kvpolicy.policies.methods.spire_kv import SpireKV
-from kvpolicy.policies.methods.streaming_llm import StreamingLLM
-from kvpolicy.policies.methods.tova import TOVA
-from kvpolicy.policies.methods.uni_prefill import UniPrefill
-from kvpolicy.policies.propagation.agreement import AgreementPropagation
-from kvpolicy.policies.propagation.block_mass import BlockMassPropagation
-from kvpolicy.policies.propagation.cross_layer import CrossLayerPropagation
-from kvpolicy.policies.propagation.pass_all import PassAllPropagation
-from kvpolicy.policies.propagation.pyramid import PyramidPropagation
-from kvpolicy.policies.propagation.restart import RestartPropagation
-from kvpolicy.policies.propagation.staged import StagedPropagation
-from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
-from kvpolicy.policies.propagation.visual_tokens import VisualTokenPropagation
-from kvpolicy.policies.scorers.accumulated import AccumulatedAttentionScorer
-from kvpolicy.policies.scorers.anomaly import KeyAnomalyScorer
-from kvpolicy.policies.scorers.block_product import BlockProductScorer
-from kvpolicy.policies.scorers.chunk_attention import ChunkAttentionScorer
-from kvpolicy.policies.scorers.chunks import ChunkMeanScorer
-from kvpolicy.policies.scorers.expected import ExpectedAttentionScorer
-from kvpolicy.policies.scorers.keys import KeyDiffScorer, KeyNormScorer
-from kvpolicy.policies.scorers.lag import LagKVScorer
-from kvpolicy.policies.scorers.last_query import LastQueryProductScorer, LastQueryScorer
-from kvpolicy.policies.scorers.leverage import CURScorer
-from kvpolicy.policies.scorers.output_change import CAOTEScorer
-from kvpolicy.policies.scorers.peak import PeakAttentionScorer
-from kvpolicy.policies.scorers.random import RandomScorer
-from kvpolicy.policies.scorers.redundancy import RedundancyScorer
-from kvpolicy.policies.scorers.replayed import ReplayedAttentionScorer
-from kvpolicy.policies.scorers.sketched_leverage import LeverageScorer
-from kvpolicy.policies.scorers.weighted_tail import WeightedTailScorer
-from kvpolicy.policies.scorers.window import (
-    WindowAttentionScorer,
-    WindowMaxPoolScorer,
-    WindowMeanPoolScorer,
-)
-from kvpolicy.policies.scorers.wrapping import ValueAwareScorer
-from kvpolicy.policies.selectors.adaptive_head import AdaptiveHeadSelector
-from kvpolicy.policies.selectors.critical import CriticalSelector
-from kvpolicy.policies.selectors.first_layers import FirstLayersWholeSelector
-from kvpolicy.policies.selectors.first_tokens import FirstTokensWholeSelector
-from kvpolicy.policies.selectors.global_threshold import GlobalThresholdSelector
-from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
-from kvpolicy.policies.selectors.keep_all import KeepAllSelector
-from kvpolicy.policies.selectors.pyramid import PyramidSelector
-from kvpolicy.policies.selectors.same_tokens import SameTokensSelector
-from kvpolicy.policies.selectors.sink_and_recent import SinkAndRecentSelector
-from kvpolicy.scorer import MaxScorer, SumScorer
+from kvpolicy.scorer import MaxScorer as MaxScorer
+from kvpolicy.scorer import SumScorer as SumScorer
 
-__all__ = [
-    "CLAA",
-    "H2O",
-    "RKV",
-    "TOVA",
-    "AccumulatedAttentionScorer",
-    "AdaKV",
-    "AdaptiveHeadSelector",
-    "AgreementPropagation",
-    "BlockMassPropagation",
-    "BlockProductScorer",
-    "CAOTEScorer",
-    "CURScorer",
-    "ChunkAttentionScorer",
-    "ChunkKV",
-    "ChunkMeanScorer",
-    "Compactor",
-    "CriticalKV",
-    "CriticalSelector",
-    "CrossLayerPropagation",
-    "CurDKV",
-    "ExpectedAttention",
-    "ExpectedAttentionScorer",
-    "FastKV",
-    "FastV",
-    "FirstLayersWholeSelector",
-    "FirstTokensWholeSelector",
-    "FullContext",
-    "GQAGroupSelector",
-    "GemFilter",
-    "GlobalThresholdSelector",
-    "KVzip",
-    "KeepAllSelector",
-    "KeyAnomalyScorer",
-    "KeyDiff",
-    "KeyDiffScorer",
-    "KeyNorm",
-    "KeyNormScorer",
-    "LagKV",
-    "LagKVScorer",
-    "LastQueryProductScorer",
-    "LastQueryScorer",
-    "LazyLLM",
-    "LeverageScorer",
-    "MaxScorer",
-    "NestedKV",
-    "PassAllPropagation",
-    "PeakAttentionScorer",
-    "PromptDistill",
-    "PyramidInfer",
-    "PyramidKV",
-    "PyramidPropagation",
-    "PyramidSelector",
-    "Random",
-    "RandomScorer",
-    "RedundancyScorer",
-    "ReplayKV",
-    "ReplayedAttentionScorer",
-    "RestartPropagation",
-    "SameTokensSelector",
-    "SinkAndRecentSelector",
-    "SlimInfer",
-    "SnapKV",
-    "SpireKV",
-    "StagedPropagation",
-    "StreamingLLM",
-    "SumScorer",
-    "TokenSelectivePropagation",
-    "UniPrefill",
-    "ValueAwareScorer",
-    "VisualTokenPropagation",
-    "WeightedTailScorer",
-    "WindowAttentionScorer",
-    "WindowMaxPoolScorer",
-    "WindowMeanPoolScorer",
-]
+from .methods.ada_kv import AdaKV as AdaKV
+from .methods.chunk_kv import ChunkKV as ChunkKV
+from .methods.claa import CLAA as CLAA
+from .methods.compactor import Compactor as Compactor
+from .methods.critical_kv import CriticalKV as CriticalKV
+from .methods.cur_dkv import CurDKV as CurDKV
+from .methods.expected_attention import ExpectedAttention as ExpectedAttention
+from .methods.fastkv import FastKV as FastKV
+from .methods.fastv import FastV as FastV
+from .methods.full_context import FullContext as FullContext
+from .methods.gem_filter import GemFilter as GemFilter
+from .methods.h2o import H2O as H2O
+from .methods.key_diff import KeyDiff as KeyDiff
+from .methods.key_norm import KeyNorm as KeyNorm
+from .methods.kvzip import KVzip as KVzip
+from .methods.lag_kv import LagKV as LagKV
+from .methods.lazy_llm import LazyLLM as LazyLLM
+from .methods.nested_kv import NestedKV as NestedKV
+from .methods.prompt_distill import PromptDistill as PromptDistill
+from .methods.pyramid_infer import PyramidInfer as PyramidInfer
+from .methods.pyramid_kv import PyramidKV as PyramidKV
+from .methods.r_kv import RKV as RKV
+from .methods.random import Random as Random
+from .methods.replay_kv import ReplayKV as ReplayKV
+from .methods.slim_infer import SlimInfer as SlimInfer
+from .methods.snapkv import SnapKV as SnapKV
+from .methods.spire_kv import SpireKV as SpireKV
+from .methods.streaming_llm import StreamingLLM as StreamingLLM
+from .methods.tova import TOVA as TOVA
+from .methods.uni_prefill import UniPrefill as UniPrefill
+from .propagation.agreement import AgreementPropagation as AgreementPropagation
+from .propagation.block_mass import BlockMassPropagation as BlockMassPropagation
+from .propagation.cross_layer import CrossLayerPropagation as CrossLayerPropagation
+from .propagation.pass_all import PassAllPropagation as PassAllPropagation
+from .propagation.pyramid import PyramidPropagation as PyramidPropagation
+from .propagation.restart import RestartPropagation as RestartPropagation
+from .propagation.staged import StagedPropagation as StagedPropagation
+from .propagation.token_selective import TokenSelectivePropagation as TokenSelectivePropagation
+from .propagation.visual_tokens import VisualTokenPropagation as VisualTokenPropagation
+from .scorers.accumulated import AccumulatedAttentionScorer as AccumulatedAttentionScorer
+from .scorers.anomaly import KeyAnomalyScorer as KeyAnomalyScorer
+from .scorers.block_product import BlockProductScorer as BlockProductScorer
+from .scorers.chunk_attention import ChunkAttentionScorer as ChunkAttentionScorer
+from .scorers.chunks import ChunkMeanScorer as ChunkMeanScorer
+from .scorers.expected import ExpectedAttentionScorer as ExpectedAttentionScorer
+from .scorers.keys import KeyDiffScorer as KeyDiffScorer
+from .scorers.keys import KeyNormScorer as KeyNormScorer
+from .scorers.lag import LagKVScorer as LagKVScorer
+from .scorers.last_query import LastQueryProductScorer as LastQueryProductScorer
+from .scorers.last_query import LastQueryScorer as LastQueryScorer
+from .scorers.leverage import CURScorer as CURScorer
+from .scorers.output_change import CAOTEScorer as CAOTEScorer
+from .scorers.peak import PeakAttentionScorer as PeakAttentionScorer
+from .scorers.random import RandomScorer as RandomScorer
+from .scorers.redundancy import RedundancyScorer as RedundancyScorer
+from .scorers.replayed import ReplayedAttentionScorer as ReplayedAttentionScorer
+from .scorers.sketched_leverage import LeverageScorer as LeverageScorer
+from .scorers.weighted_tail import WeightedTailScorer as WeightedTailScorer
+from .scorers.window import WindowAttentionScorer as WindowAttentionScorer
+from .scorers.window import WindowMaxPoolScorer as WindowMaxPoolScorer
+from .scorers.window import WindowMeanPoolScorer as WindowMeanPoolScorer
+from .scorers.wrapping import ValueAwareScorer as ValueAwareScorer
+from .selectors.adaptive_head import AdaptiveHeadSelector as AdaptiveHeadSelector
+from .selectors.critical import CriticalSelector as CriticalSelector
+from .selectors.first_layers import FirstLayersWholeSelector as FirstLayersWholeSelector
+from .selectors.first_tokens import FirstTokensWholeSelector as FirstTokensWholeSelector
+from .selectors.global_threshold import GlobalThresholdSelector as GlobalThresholdSelector
+from .selectors.gqa_group import GQAGroupSelector as GQAGroupSelector
+from .selectors.keep_all import KeepAllSelector as KeepAllSelector
+from .selectors.pyramid import PyramidSelector as PyramidSelector
+from .selectors.same_tokens import SameTokensSelector as SameTokensSelector
+from .selectors.sink_and_recent import SinkAndRecentSelector as SinkAndRecentSelector
+
+# The imported classes are the public names.
+__all__ = sorted(name for name in globals() if name[0].isupper())
