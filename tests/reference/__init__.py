@@ -21,6 +21,6 @@ from .pyramid import PyramidInfer
 from .query_agnostic import Compactor, CriticalKV, ExpectedAttention
 from .replayed import DroppingReplay, Replay
 from .runs import ChunkKV, LagKV
-from .scored_methods import H2O, TOVA, KeyDiff, Scored
+from .scored_methods import H2O, RKV, TOVA, KeyDiff, Scored
 from .staged import Staged
 from .together import Repeat, Together, TogetherState

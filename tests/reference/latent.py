@@ -24,7 +24,7 @@ from .methods import LayerView, Method
 from .query_agnostic import ExpectedAttention
 from .replayed import Replay
 from .runs import LagKV
-from .scored_methods import KeyDiff, two_minus_cosines
+from .scored_methods import RKV, KeyDiff, two_minus_cosines
 from .selection import head_mean
 
 
@@ -48,6 +48,18 @@ class LatentKeyDiff(KeyDiff):
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
         return head_mean([two_minus_cosines(held) for held in per_head(layer.entries[head])])
+
+
+@dataclass(frozen=True)
+class LatentRKV(RKV):
+    """RKV on the expanded keys, with each head as its own group."""
+
+    def scores(self, layer: LayerView, head: int) -> list[float]:
+        found = []
+        for queries, held in zip(layer.queries, per_head(layer.entries[head]), strict=True):
+            importances = self.importances(replace(layer, queries=[queries]), head)
+            found.append(self.weighed(importances, self.redundancy(held)))
+        return head_mean(found)
 
 
 @dataclass(frozen=True)
@@ -114,24 +126,24 @@ def per_head(held: Sequence[Entry]) -> list[tuple[Entry, ...]]:
     return list(zip(*expanded, strict=True))
 
 
+def of_latents(method: Any) -> Any:
+    """Returns a method's variant for layers whose heads share latents, or the method itself."""
+    kinds: list[tuple[type, type]] = [
+        *((KeyDiff, LatentKeyDiff), (RKV, LatentRKV), (LagKV, LatentLagKV)),
+        *((NestedKV, LatentNestedKV), (ExpectedAttention, LatentExpectedAttention)),
+        (Replay, LatentDroppingReplay if isinstance(method, CLAA) else LatentReplay),
+        (CLAA, LatentCLAA),
+    ]
+    found = (latent for kind, latent in kinds if isinstance(method, kind))
+    kind = next(found, None)
+    return method if kind is None else kind(**asdict(method))
+
+
 class LatentState(ReferenceState):
     """The context of one row in a model of the DeepSeek V3 family."""
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
-        if isinstance(method, KeyDiff):
-            method = LatentKeyDiff(**asdict(method))
-        if isinstance(method, NestedKV):
-            method = LatentNestedKV(**asdict(method))
-        if isinstance(method, ExpectedAttention):
-            method = LatentExpectedAttention(**asdict(method))
-        if isinstance(method, LagKV):
-            method = LatentLagKV(**asdict(method))
-        if isinstance(method, Replay):
-            kind = LatentDroppingReplay if isinstance(method, CLAA) else LatentReplay
-            method = kind(**asdict(method))
-        elif isinstance(method, CLAA):
-            method = LatentCLAA(**asdict(method))
-        super().__init__(model, method)
+        super().__init__(model, of_latents(method))
 
     def _heads_held(self) -> list[int]:
         return [1] * len(decoder_layers(self.model))

@@ -13,10 +13,10 @@ from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import H2O, RKV, TOVA, FullContext, KeyDiff, SnapKV, StreamingLLM
 from kvpolicy.policies.methods.method import Method
+from tests import reference
 from tests.integrations.model.builds.dense import Seen, seen_of
 from tests.integrations.support.conversation import left_padded
-from tests.reference import decoding as slow
-from tests.reference import methods as slow_methods
+from tests.reference.decoding import Summed
 
 TOKENS, EVERY, PROMPT_TOKENS = 32, 37, 40
 
@@ -29,15 +29,15 @@ def bounded(
 
 
 # By name, the rule as the library has it, and as the reference does.
-RULES: dict[str, tuple[Method, slow.Rule]] = {
-    "streamingllm": (bounded(StreamingLLM), slow.Rolling(TOKENS)),
-    "h2o": (bounded(H2O), slow.RunningSums(TOKENS)),
-    "tova": (bounded(TOVA), slow.LastAttention(TOKENS)),
-    "snapkv": (bounded(SnapKV), slow.Window(TOKENS)),
-    "keydiff": (bounded(KeyDiff), slow.Unlike(TOKENS)),
-    "rkv": (bounded(RKV), slow.Redundancy(TOKENS)),
+RULES: dict[str, tuple[Method, reference.Method]] = {
+    "streamingllm": (bounded(StreamingLLM), reference.StreamingLLM(None, retention_tokens=TOKENS)),
+    "h2o": (bounded(H2O), Summed(None, retention_tokens=TOKENS)),
+    "tova": (bounded(TOVA), reference.TOVA(None, retention_tokens=TOKENS)),
+    "snapkv": (bounded(SnapKV), reference.SnapKV(None, retention_tokens=TOKENS)),
+    "keydiff": (bounded(KeyDiff), reference.KeyDiff(None, retention_tokens=TOKENS)),
+    "rkv": (bounded(RKV), reference.RKV(None, retention_tokens=TOKENS)),
 }
-KEEPING_ALL = slow_methods.FullContext()
+KEEPING_ALL = reference.FullContext()
 
 
 def with_every(policy: Method, every: int) -> Method:

@@ -36,8 +36,8 @@ from tests.integrations.model.builds.dense import dense_logits
 from tests.integrations.model.test_indexed import BLOCKS, FAMILY_NAMES, STATES, indexed
 from tests.integrations.support.conversation import left_padded
 from tests.reference import VOCAB_SIZE, random_tokens
-from tests.reference.decoding import BoundedState
-from tests.reference.latent_decoding import WatchedIndexedState, of_latents
+from tests.reference.decoding import BoundedState, WatchedIndexedState
+from tests.reference.latent import of_latents
 from tests.reference.mixed_models import HAS_INDEXERS, indexed_model
 
 TOLERANCE = 1e-4

@@ -10,12 +10,13 @@ from tests.reference import (
     FAMILIES,
     VOCAB_SIZE,
     Family,
+    Method,
     dense_masked_logits,
     random_tokens,
     tiny_model,
     visible_after,
 )
-from tests.reference.decoding import BoundedState, Rule
+from tests.reference.decoding import BoundedState
 
 STEPS = 300
 LENS = (41, 29)
@@ -23,7 +24,7 @@ TOLERANCE = 1e-4
 
 
 def read_and_compare(
-    model: PreTrainedModel, policy: CachePolicy, rule: Rule, every: int, steps: int
+    model: PreTrainedModel, policy: CachePolicy, rule: Method, every: int, steps: int
 ) -> None:
     """A padded batch, whose shorter row the reference reads alone."""
     rows = [random_tokens(seed=length, length=length) for length in LENS]

@@ -9,9 +9,9 @@ from kvpolicy import CachePolicy, DecodingEviction, policies
 from tests import reference
 from tests.integrations.fuzz.drawn_methods import KeyNorm, Random, Ranked, SinksHeld
 from tests.integrations.fuzz.drawn_policies import KERNELS, PROTECTS, WINDOWS, keeping
-from tests.integrations.support.bounded_row import Bound, HeadByHead, Summed
+from tests.integrations.support.bounded_row import Bound
 from tests.reference import Method
-from tests.reference.decoding import Redundancy
+from tests.reference.decoding import Summed
 
 Rule = tuple[DecodingEviction, Bound]
 Bounded = tuple[CachePolicy, Method, Bound]
@@ -80,7 +80,7 @@ def r_kv(draw: st.DrawFn) -> Rule:
         "protect": draw(PROTECTS),
     }
     rule = policies.RKV(window_size=window, **how).decoding_rule(tokens, every)
-    return rule, Bound(HeadByHead(Redundancy(tokens, window, **how)), every, window)
+    return rule, Bound(reference.RKV(None, window, retention_tokens=tokens, **how), every, window)
 
 
 @st.composite

@@ -31,10 +31,11 @@ from tests.integrations.fuzz.drawn_methods import Ranked
 from tests.integrations.fuzz.drawn_policies import KINDS
 from tests.integrations.fuzz.machine import Conversation
 from tests.integrations.fuzz.side_by_side import SideBySide
-from tests.integrations.support.bounded_row import Bound, Summed
+from tests.integrations.support.bounded_row import Bound
 from tests.integrations.support.reading_both import Call
 from tests.integrations.test_generation import CHUNKS_GO_ON
 from tests.reference import Method
+from tests.reference.decoding import Summed
 
 pytestmark = pytest.mark.skipif(
     not CHUNKS_GO_ON, reason="this Transformers cuts the masks of later turns in chunks wrongly"

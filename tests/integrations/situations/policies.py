@@ -10,9 +10,9 @@ from tests import reference
 from tests.integrations.forward.test_gapless import METHODS as UNGAPPED
 from tests.integrations.forward.test_together import METHODS as CHOOSING_TOGETHER
 from tests.integrations.fuzz.drawn_methods import Ranked, SinksHeld
-from tests.integrations.support.bounded_row import Bound, HeadByHead, Summed
+from tests.integrations.support.bounded_row import Bound
 from tests.integrations.support.conversation import METHODS
-from tests.reference.decoding import Redundancy
+from tests.reference.decoding import Summed
 
 GAPLESS: dict[str, tuple[CachePolicy, Any]] = {"gapless_snapkv": UNGAPPED["snapkv"]}
 TOGETHER: dict[str, tuple[CachePolicy, Any]] = {
@@ -55,7 +55,7 @@ BOUNDS: dict[str, tuple[DecodingEviction, Bound]] = {
     ),
     "redundancy": (
         RKV(window_size=3, kernel_size=3).decoding_rule(TOKENS, EVERY),
-        Bound(HeadByHead(Redundancy(TOKENS, 3, kernel_size=3)), EVERY, 3),
+        Bound(reference.RKV(None, 3, 3, retention_tokens=TOKENS), EVERY, 3),
     ),
 }
 

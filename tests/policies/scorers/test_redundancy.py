@@ -6,8 +6,8 @@ import torch
 
 from kvpolicy import LayerContext, attention
 from kvpolicy.policies import RedundancyScorer
-from tests.policies.views import group_of, view_of
-from tests.reference.decoding import HeadView, Redundancy
+from tests.policies.views import view_of
+from tests.reference.scored_methods import RKV
 
 from .support import check_tokens, random_layer
 
@@ -31,9 +31,8 @@ def test_attention_is_that_of_slow_loops_in_padded_rows() -> None:
 
     def expected(row: int, head: int) -> list[float]:
         view = view_of(context, row)
-        queries = [torch.stack(each) for each in group_of(view, head)]
-        shown = HeadView(view.entries[head], queries, [], {}, view.scaling)
-        return [*Redundancy(0, 4, kernel_size=3).importances(shown), 0.0, 0.0, 0.0, 0.0]
+        importances = RKV(window_size=4, kernel_size=3).importances(view, head)
+        return [*importances, 0.0, 0.0, 0.0, 0.0]
 
     scorer = RedundancyScorer(window_size=4, kernel_size=3, importance=1.0)
     check_tokens(scorer.score(context), context, expected, rel=1e-4)
@@ -51,7 +50,7 @@ def test_redundancy_is_that_of_slow_loops(
 
     def expected(row: int, head: int) -> list[float]:
         held = view_of(context, row).entries[head]
-        return [*Redundancy(0, threshold=threshold).redundancy(held)[:-1], 0.0]
+        return [*RKV(threshold=threshold).redundancy(held)[:-1], 0.0]
 
     before = context.keys.clone()
     check_tokens(-scorer.score(context), context, expected, rel=1e-4)
