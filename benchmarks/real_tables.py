@@ -34,9 +34,7 @@ class Rows:
     """The rows of one cell of the results, by policy, budget and kind of question."""
 
     def __init__(self, cell: Mapping[str, Any]) -> None:
-        counts = sorted(row["count"] for row in cell["rows"] if row["kind"] == "all")
-        ends = dict.fromkeys((counts[0], counts[-1]))
-        self.prompts = " to ".join(map(str, ends))
+        self.prompts = _ends([row["count"] for row in cell["rows"] if row["kind"] == "all"])
         self.times: dict[str, Any] = cell.get("times", {})
         self._rows = {}
         self.unset: dict[str, dict[str, Any]] = {}  # policies whose rule has no budget
@@ -226,19 +224,25 @@ def picture(data: Mapping[str, Any], model: str, task: str, tokens: str) -> byte
             points = [(100 * rate, rows.right(name, rate)) for rate in rows.rates]
             there = [(rate, right) for rate, right in points if right is not None]
             axes.plot(*zip(*there, strict=True), "o-", color=colour, label=name, linewidth=1.8)
+        shown = (rows.row(name, rate) for name in SHOWN for rate in rows.rates)
+        prompts = _ends([row["count"] for row in shown if row is not None])
         full = rows.right(FULL, 1.0)
         axes.axhline(full, color="black", linestyle=":", linewidth=1, label="full context")
         axes.set_xscale("log")
         ticks = [100 * rate for rate in rows.rates]
         axes.set_xticks(ticks, [f"{each:g}" for each in ticks])
         axes.minorticks_off()
-        axes.set_title(f"{titles[way]} ({rows.prompts} prompts)", fontsize=10)
+        axes.set_title(f"{titles[way]} ({prompts} prompts)", fontsize=10)
         axes.set_xlabel("% of keys and values kept")
         axes.set_ylim(-3, 103)
         axes.grid(color="#eeeeee")
     panels[0].set_ylabel("right answers, %")
     panels[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return png(figure)
+
+
+def _ends(counts: Sequence[int]) -> str:
+    return " to ".join(map(str, dict.fromkeys((min(counts), max(counts)))))
 
 
 def _shown(name: str) -> str:

@@ -21,7 +21,7 @@ SLOW = {
 # Of these every eighth case runs: all would take minutes.
 LONG = SLOW | {
     *("decoding", "situations", "suite", "test_shapes.py", "test_not_used.py"),
-    *("test_together.py", "test_latent_reference.py"),
+    *("test_together.py", "test_latent_reference.py", "test_chunked_prefill.py", "generate_twice"),
     *("test_tensor_parallel.py", "test_first_hour.py", "test_site.py", "test_gpu_script.py"),
     *("test_commands_in_pages.py", "test_reproduce.py", "test_kinds_page.py", "test_builds.py"),
 }
