@@ -78,10 +78,6 @@ class Watched(ReferenceState):
         ]
         self.decodes = False
 
-    def scaling(self, layer: int) -> float:
-        """Returns the factor by which a layer's query-key products are scaled."""
-        return self._view(layer, [], [], []).scaling
-
     def step(self, token: int) -> Tensor:
         """Feeds one token and returns its logits `[vocab]`."""
         self.decodes = True
@@ -91,10 +87,10 @@ class Watched(ReferenceState):
         self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
     ) -> LayerOutput:
         hidden, queries, grown = super()._layer(layer_idx, hidden, positions, rotary)
-        group = len(queries) // len(grown)
+        group, scaling = len(queries) // len(grown), self._view(layer_idx, [], [], []).scaling
         for head, own in enumerate(queries):
             held, sums = grown[head // group], self.sums[layer_idx][head // group]
-            given = attention_probabilities(own, positions, held, self.scaling(layer_idx))
+            given = attention_probabilities(own, positions, held, scaling)
             for entry, shares in zip(held, given.T.tolist(), strict=True):
                 share = math.fsum(shares) / group
                 sums[entry.position] = sums.get(entry.position, 0.0) + share

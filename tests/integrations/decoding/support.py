@@ -18,7 +18,7 @@ from tests.integrations.model.builds.dense import Seen, seen_of
 from tests.integrations.support.conversation import left_padded
 from tests.reference.decoding import Summed
 
-TOKENS, EVERY, PROMPT_TOKENS = 32, 37, 40
+TOKENS, EVERY = 32, 37
 
 
 def bounded(
