@@ -14,6 +14,7 @@ from kvpolicy.policies import (
     FullContext,
     KeepAllSelector,
     LastQueryScorer,
+    ReplayKV,
     StagedPropagation,
     StreamingLLM,
     VisualTokenPropagation,
@@ -57,7 +58,7 @@ def both(name: str, method: str) -> tuple[CachePolicy, VisionMethod]:
 @cache
 def talk_of(name: str, rows: tuple[int, ...], method: str) -> Talk:
     """Two turns under a policy."""
-    policy, _ = both(name, method)
+    policy = ReplayKV(0.3, tsp_rate=0.5) if method == "replaykv" else both(name, method)[0]
     prompts = prompts_of(name, rows, turns=2)
     return converse(FAMILIES[name], model_of(name), PolicyCache(policy), prompts)
 
@@ -110,7 +111,7 @@ def assert_dense(name: str, talk: Talk, index: int) -> Observed:
 
 # Whose prompt attends both ways: whether the last queries are scored so as well is the
 # integration's to say.
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "replaykv"])
 @pytest.mark.parametrize("rows", ROWS, ids=ROW_NAMES)
 def test_under_its_own_choices_it_is_dense_attention(rows: tuple[int, ...], method: str) -> None:
     """And a padded row chooses and says what it does alone."""
