@@ -55,13 +55,14 @@ LLAMA = ModelSpec(
 PRESETS = {"llama-3.1-8b": (LLAMA, torch.bfloat16), "tiny": (TINY, torch.float32)}
 
 # Methods whose prompts, answers and compiled answers are measured.
-MAIN = (FULL, "everything", "fastkv", "snapkv", "gemfilter", "spirekv", "claa", "adakv")
+DROPPING = "replaykv_drops"
+MAIN = (FULL, "everything", "fastkv", "snapkv", "replaykv", DROPPING, "gemfilter", "adakv")
 # Of these, those whose answers are measured wherever prompts take long.
 FEW = (FULL, "fastkv", "snapkv")
 BOUNDED = ("snapkv_fixed", "snapkv_bounded")
 CHUNKED = ("fastkv_chunks", "snapkv_chunks", "full_chunks")
 # At the end, if time is left.
-LAST = ("streamingllm", "pyramidinfer", "h2o")
+LAST = ("streamingllm", "pyramidinfer", "spirekv", "claa", "h2o")
 ROWS = 8
 # Starts of a cell, before it is recorded as failed.
 TRIES = 2
@@ -144,6 +145,8 @@ def plans_for(spec: ModelSpec) -> dict[str, Plan]:
         "everything": Plan(policies.FullContext()),
         "fastkv": Plan(fastkv),
         "snapkv": Plan(snapkv),
+        "replaykv": Plan(policies.ReplayKV(retention_rate=0.1)),
+        DROPPING: Plan(policies.ReplayKV(retention_rate=0.1, tsp_rate=0.4)),
         "gemfilter": Plan(policies.GemFilter(filter_layer=filter_layer, retention_rate=0.1)),
         "spirekv": Plan(policies.SpireKV()),
         "claa": Plan(policies.CLAA()),

@@ -23,6 +23,7 @@ from kvpolicy.policies import (
     KeyDiff,
     PyramidInfer,
     PyramidKV,
+    ReplayKV,
     SnapKV,
     StreamingLLM,
 )
@@ -43,6 +44,7 @@ POLICIES: tuple[CachePolicy, ...] = (
     TOVA(retention_rate=0.2),
     KeyDiff(retention_rate=0.2),
     RKV(retention_rate=0.2),
+    ReplayKV(retention_rate=0.2, tsp_rate=0.6),
 )
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": partial(tiny_model, "llama", seed=3),
