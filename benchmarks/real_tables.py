@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.real import VARIANTS
@@ -60,9 +61,10 @@ class Rows:
 
     @property
     def names(self) -> list[str]:
-        """The policies, those with most right answers at 20% first, or with least lost."""
+        """The policies, those with most right answers at 20% first."""
         names = {name for name, _, _ in self._rows if name != FULL}
-        return sorted(names, key=lambda name: (-self._rank(name), name))
+        rate = 0.2 if 0.2 in self.rates else self.rates[-1]
+        return sorted(names, key=lambda name: (-(self.right(name, rate) or 0.0), name))
 
     def row(self, name: str, rate: float, kind: str = "all") -> dict[str, Any] | None:
         """Return a row; None if it was not measured."""
@@ -77,11 +79,6 @@ class Rows:
         """Return the nats that a token of the right answer lost against full context."""
         row, full = self.row(name, rate, kind), self.row(FULL, 1.0, kind)
         return None if row is None or full is None else full["log_prob"] - row["log_prob"]
-
-    def _rank(self, name: str) -> float:
-        rate = 0.2 if 0.2 in self.rates else self.rates[-1]
-        right = self.right(name, rate)
-        return -(self.lost(name, rate) or 0.0) if right is None else right
 
 
 def found_cells(data: Mapping[str, Any], model: str, task: str, tokens: str) -> dict[str, Rows]:
@@ -133,7 +130,7 @@ def kinds(data: Mapping[str, Any], model: str, task: str, tokens: str, rate: str
 
 
 def lost(data: Mapping[str, Any], model: str, tokens: str, rate: str, *tasks: str) -> str:
-    """Return a table of the nats that each token of the right answer lost, by task."""
+    """Return a table of the nats that each token of the right answer lost, least lost first."""
     columns = {
         f"{task.replace('_', ' ')}, {way}": it
         for task in tasks
@@ -141,10 +138,11 @@ def lost(data: Mapping[str, Any], model: str, tokens: str, rate: str, *tasks: st
     }
     prompts = ", ".join(dict.fromkeys(it.prompts for it in columns.values()))
     names = dict.fromkeys(name for it in columns.values() for name in it.names)
-    lines = []
-    for name in names:
-        cells = [it.lost(name, float(rate)) for it in columns.values()]
-        lines.append([_shown(name), *("" if each is None else f"{each:.2f}" for each in cells)])
+    found = {name: [it.lost(name, float(rate)) for it in columns.values()] for name in names}
+    lines = [
+        [_shown(name), *("" if each is None else f"{each:.2f}" for each in found[name])]
+        for name in sorted(found, key=lambda name: mean(each or 0.0 for each in found[name]))
+    ]
     return f"{_table(['policy', *columns], lines)}\n\nPrompts of each: {prompts}."
 
 
