@@ -1,7 +1,9 @@
 """Computes the attention that scorers share, in float32."""
 
 import functools
+import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -22,6 +24,9 @@ __all__ = [
 # converted to float32, of at least one KV head.
 BLOCK_BYTES = {"cpu": 1 << 22}
 OTHER_BLOCK_BYTES = 1 << 28
+
+# Where a fused kernel sums the attention of many queries.
+FUSED_DEVICES = {"cuda"}
 
 # Up to this many queries, it is not worth checking whether any key is padding.
 FEW_QUERIES = 64
@@ -53,7 +58,8 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
 
     The softmax of a query runs over its own key and all earlier keys, without padding, and over
     the head's attention sink if the model has one; no key receives the sink's share. The sums are
-    computed in blocks of KV heads and queries, so that the whole matrix is never in memory.
+    computed in blocks of KV heads and queries, so that the whole matrix is never in memory; those
+    of many queries in half precision on a GPU by a fused kernel, where Triton can compile it.
 
     Args:
         context: The layer, with ``query_len`` trailing queries.
@@ -66,6 +72,10 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
     Raises:
         ShapeError: The layer shows no queries; see `LayerContext.queries`.
     """
+    if query_weights is None and _is_fused(context):
+        from kvpolicy.fused import attention_columns
+
+        return attention_columns(context, largest=False)
     sums: Tensor | None = None
     for block, shown, weights in _blocks(context):
         if query_weights is None:
@@ -92,11 +102,47 @@ def causal_attention_peaks(context: LayerContext) -> Tensor:
     Raises:
         ShapeError: The layer shows no queries; see `LayerContext.queries`.
     """
+    if _is_fused(context):
+        from kvpolicy.fused import attention_columns
+
+        return attention_columns(context, largest=True)
     peaks = _nothing(context)
     for block, _, weights in _blocks(context):
         seen = peaks[:, block, : weights.shape[-1]]
         torch.maximum(seen, weights.amax(dim=2), out=seen)
     return peaks
+
+
+def _is_fused(context: LayerContext) -> bool:
+    """True if a fused kernel computes what blocks would; in float32 these are exact."""
+    keys = context.keys
+    return (
+        context.query_len > FEW_QUERIES
+        and keys.device.type in FUSED_DEVICES
+        and keys.dtype in (torch.float16, torch.bfloat16)
+        and context.decoding.query_positions is None
+        and _has_kernels(keys.device, keys.dtype, keys.shape[3])
+    )
+
+
+@functools.cache
+def _has_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """True if the fused kernels can be compiled and give the right result, as is tried once."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        from kvpolicy.fused import check_kernels
+
+        check_kernels(device, dtype, head_dim)
+    except Exception as error:  # of many kinds: no C compiler, a GPU that Triton does not know
+        warnings.warn(
+            f"attention is summed in blocks, which takes longer, since on {device} with {dtype} "
+            f"Triton's kernel fails: {type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def _nothing(context: LayerContext) -> Tensor:

@@ -22,6 +22,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", usual))
 # The models are tiny: a second thread costs more than it brings, above all beside other processes.
 torch.set_num_threads(1)
 
+# Kernels for GPUs run in Triton's interpreter, if this is set before anything imports it.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 QUICK_TESTS_A_FILE = 2
 LEFT_OUT = pytest.StashKey[dict[str, tuple[int, int]]]()

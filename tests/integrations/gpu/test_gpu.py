@@ -101,6 +101,14 @@ def test_keeps_and_says_what_the_cpu_does(name: str, policy: CachePolicy) -> Non
     assert float((said[0] - said[1]).abs().max()) < 1e-3 * float(said[0].abs().max())
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_kernels_that_sum_attention(dtype: torch.dtype, head_dim: int) -> None:
+    from kvpolicy.fused import check_kernels
+
+    check_kernels(torch.device(DEVICE), dtype, head_dim)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
 @pytest.mark.parametrize("policy", [SnapKV(retention_rate=0.2), FastKV()], ids=str)
 def test_compiled_decoding_says_what_the_loop_says(policy: CachePolicy) -> None:
