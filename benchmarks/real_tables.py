@@ -141,9 +141,14 @@ def lost(data: Mapping[str, Any], model: str, tokens: str, rate: str, *tasks: st
     found = {name: [it.lost(name, float(rate)) for it in columns.values()] for name in names}
     lines = [
         [_shown(name), *("" if each is None else f"{each:.2f}" for each in found[name])]
-        for name in sorted(found, key=lambda name: mean(each or 0.0 for each in found[name]))
+        for name in sorted(found, key=lambda name: _mean(found[name]))
     ]
     return f"{_table(['policy', *columns], lines)}\n\nPrompts of each: {prompts}."
+
+
+def _mean(lost: Sequence[float | None]) -> float:
+    """Return the mean of what was measured, 0 if nothing was."""
+    return mean([each for each in lost if each is not None] or [0.0])
 
 
 def method(data: Mapping[str, Any], name: str) -> str:

@@ -28,7 +28,7 @@ OTHER_BLOCK_BYTES = 1 << 28
 # Where a fused kernel sums the attention of many queries.
 FUSED_DEVICES = {"cuda"}
 
-# Up to this many queries, it is not worth checking whether any key is padding.
+# Up to this many queries, it is not worth checking whether any key is padding, nor a fused kernel.
 FEW_QUERIES = 64
 
 
@@ -135,9 +135,10 @@ def _has_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
 
         check_kernels(device, dtype, head_dim)
     except Exception as error:  # of many kinds: no C compiler, a GPU that Triton does not know
+        reason = str(error).strip().partition("\n")[0]
         warnings.warn(
             f"attention is summed in blocks, which takes longer, since on {device} with {dtype} "
-            f"Triton's kernel fails: {type(error).__name__}: {error}",
+            f"the kernel that Triton compiles fails: {type(error).__name__}: {reason}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -28,8 +28,33 @@ def attention_columns(context: LayerContext, *, largest: bool) -> Tensor:
         float32 ``[batch, query_heads, key_len]``, as `causal_attention_sums` and
         `causal_attention_peaks` in `kvpolicy.attention`.
     """
-    with torch.cuda.device_of(context.keys):  # on which Triton's kernels run
-        return _attention_columns(context, largest)
+    queries, keys = (each.contiguous() for each in (context.queries, context.keys))
+    valid = context.valid.contiguous().view(torch.uint8)
+    batch, heads, count, dim = queries.shape
+    totals = queries.new_empty(batch, heads, count, dtype=torch.float32)
+    found = queries.new_empty(batch, heads, context.key_len, dtype=torch.float32)
+    softcap, sinks = context.attention.softcap, context.attention.sinks
+    numbers = (
+        *(context.attention.scaling, softcap or 0.0),
+        *(heads // context.kv_heads, count, context.key_len),
+    )
+    settings = {
+        "DIM": dim,
+        "WIDTH": max(triton.next_power_of_2(dim), 16),
+        "CAPPED": softcap is not None,
+        "SIZE": BLOCK,
+    }
+    with torch.cuda.device_of(keys):  # Triton's kernels run on the current device
+        grid = triton.cdiv(count, BLOCK), batch * heads
+        _denominators[grid](queries, keys, valid, totals, *numbers, **settings)
+        if sinks is not None:
+            totals = totals.logaddexp(sinks.float()[:, None])
+        # A query of padding gives nothing.
+        totals.masked_fill_(~context.query_valid[:, None], torch.inf)
+        grid = triton.cdiv(context.key_len, BLOCK), batch * heads
+        given = (queries, keys, valid, totals, found)
+        _columns[grid](*given, *numbers, **settings, LARGEST=largest)
+    return found
 
 
 def check_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
@@ -55,35 +80,6 @@ def check_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> No
         torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
 
 
-def _attention_columns(context: LayerContext, largest: bool) -> Tensor:
-    queries, keys = (each.contiguous() for each in (context.queries, context.keys))
-    valid = context.valid.contiguous().view(torch.uint8)
-    batch, heads, count, dim = queries.shape
-    totals = queries.new_empty(batch, heads, count, dtype=torch.float32)
-    found = queries.new_empty(batch, heads, context.key_len, dtype=torch.float32)
-    softcap = context.attention.softcap
-    given = (
-        *(queries, keys, valid, totals),
-        *(context.attention.scaling, softcap or 0.0),
-        *(heads, heads // context.kv_heads, count, context.key_len),
-    )
-    settings = {
-        "DIM": dim,
-        "WIDTH": max(triton.next_power_of_2(dim), 16),
-        "CAPPED": softcap is not None,
-        "SIZE": BLOCK,
-    }
-    _denominators[triton.cdiv(count, BLOCK), batch * heads](*given, **settings)
-    sinks = context.attention.sinks
-    if sinks is not None:
-        totals = totals.logaddexp(sinks.float()[:, None])
-    # A query of padding gives nothing.
-    totals.masked_fill_(~context.query_valid[:, None], torch.inf)
-    grid = triton.cdiv(context.key_len, BLOCK), batch * heads
-    _columns[grid](found, *given[:3], totals, *given[4:], **settings, LARGEST=largest)
-    return found
-
-
 @triton.jit
 def _denominators(
     queries,
@@ -92,7 +88,6 @@ def _denominators(
     totals,
     scaling,
     softcap,
-    heads,
     group,
     count,
     length,
@@ -103,7 +98,7 @@ def _denominators(
 ):
     """Store the logs of the softmax's denominators of a block of queries of one head."""
     head = tl.program_id(1).to(tl.int64)  # of all rows
-    own = head // heads * (heads // group) + head % heads // group  # its KV head
+    own = head // group  # its KV head
     first = tl.program_id(0) * SIZE
     shown = first + tl.arange(0, SIZE)
     asking = _tile(queries + head * count * DIM, shown, count, DIM, WIDTH)
@@ -125,14 +120,13 @@ def _denominators(
 
 @triton.jit
 def _columns(
-    found,
     queries,
     keys,
     valid,
     totals,
+    found,
     scaling,
     softcap,
-    heads,
     group,
     count,
     length,
@@ -144,7 +138,7 @@ def _columns(
 ):
     """Store the sum, or the largest, of the weights that a block of keys gets from one head."""
     head = tl.program_id(1).to(tl.int64)
-    own = head // heads * (heads // group) + head % heads // group
+    own = head // group
     slots = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     held = _tile(keys + own * length * DIM, slots, length, DIM, WIDTH)
     there = tl.load(valid + own * length + slots, mask=slots < length, other=0) != 0

@@ -70,6 +70,14 @@ def test_tables_by_hand() -> None:
     assert "Not measured yet" in real_tables.written(none, DATA)
 
 
+def test_a_policy_has_its_place_by_what_was_measured() -> None:
+    data = json.loads(json.dumps(DATA))
+    known = data["cells"]["m t 9 known"]
+    known["rows"] = [row for row in known["rows"] if row["policy"] != "a 0.2"]
+    found = real_tables.lost(data, "m", "9", "0.2", "t").splitlines()
+    assert found[2:4] == ["| `b` | 0.50 | 0.50 |", "| `a` |  | 0.62 |"]
+
+
 def test_a_table_of_policies_as_one_writes_them() -> None:
     """Of a number at 10% and one at 20%; where one was not measured, its place is empty."""
     text = json.dumps(DATA).replace("m t 9", "m needles 9").replace("-1.125", "-0.496")

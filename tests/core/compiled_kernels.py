@@ -9,7 +9,7 @@ from triton.compiler import ASTSource
 from kvpolicy import fused
 
 target = GPUTarget("cuda", int(sys.argv[1]), 32)
-counts = dict.fromkeys(("heads", "group", "count", "length"), "i32")
+counts = dict.fromkeys(("group", "count", "length"), "i32")
 for kind, dim in (("bf16", 128), ("fp16", 256)):
     given = {"queries": f"*{kind}", "keys": f"*{kind}", "valid": "*u8", "totals": "*fp32"}
     given |= {"scaling": "fp32", "softcap": "fp32"} | counts

@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from kvpolicy import LayerContext, attention
+from kvpolicy import DecodingInputs, LayerContext, attention
 from kvpolicy.attention import causal_attention_peaks, causal_attention_sums
 from tests.contexts import layer_context, with_attention
 
@@ -74,12 +74,18 @@ def test_sums_and_peaks_are_those_of_blocks(name: str, monkeypatch: pytest.Monke
         assert (one.dtype, expected.amax() > 0.5) == (torch.float32, True)
 
 
-@pytest.mark.parametrize("what", ["float32", "few", "weights"])
+@pytest.mark.parametrize("what", ["float32", "few", "weights", "placed"])
 def test_blocks_are_for_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For float32, which they compute exactly, few queries, and queries that count unequally."""
+    """For float32, which they compute exactly, few queries, and such as count unequally.
+
+    And for those of an answer, some of whose tokens may be gone.
+    """
     context = drawn(torch.float32) if what == "float32" else drawn()
     if what == "few":
         context = context._showing(attention.FEW_QUERIES)
+    if what == "placed":
+        places = torch.arange(LENGTH - COUNT, LENGTH).expand(2, -1)
+        context = attrs.evolve(context, decoding=DecodingInputs(None, places))
     weights = torch.ones(2, COUNT) if what == "weights" else None
     monkeypatch.setattr(fused, "attention_columns", None)
     assert causal_attention_sums(context, weights).amax() > 0.5

@@ -36,6 +36,6 @@ def test_what_is_kept_does_not_change(policy: CachePolicy, monkeypatch: pytest.M
         cache = PolicyCache(policy)
         model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=2, do_sample=False)
         kept.append([layer.positions for layer in cache.layers])
-        assert (len(used) > 2) is bool(devices)  # the check of the kernels are two
+        assert (len(used) > 2) is bool(devices)  # two are the kernels' check
     for one, other in zip(*kept, strict=True):
         assert torch.equal(one, other)
